@@ -1,0 +1,26 @@
+"""Exact decoding of a Hugging Face causal LM with drafted token trees."""
+
+from decode.accept import Match, Rejection
+from decode.grow import Chain, StaticTree
+from decode.loop import generate, stream
+from decode.propose import Drafting, PromptLookup
+from decode.results import Delta, Generation, Stats
+from decode.sampling import Sampling
+from decode.target import Target, UnsupportedTargetError
+
+__all__ = [
+    "Chain",
+    "Delta",
+    "Drafting",
+    "Generation",
+    "Match",
+    "PromptLookup",
+    "Rejection",
+    "Sampling",
+    "StaticTree",
+    "Stats",
+    "Target",
+    "UnsupportedTargetError",
+    "generate",
+    "stream",
+]

@@ -1,0 +1,92 @@
+"""`python -m decode TARGET PROMPT`: generate from the shell, with live output.
+
+Without a prompt, standard input is the prompt. The text goes to standard output, the statistics to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from decode.loop import stream
+from decode.propose import PromptLookup
+from decode.sampling import Sampling
+from decode.target import Target, UnsupportedTargetError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m decode", description="Generate text; drafts change the speed, not the text."
+    )
+    p.add_argument("target", help="model folder or hub name")
+    p.add_argument("prompt", nargs="?", help="the prompt; standard input if left out")
+    drafts = p.add_mutually_exclusive_group()
+    drafts.add_argument("--head", help="folder of a trained head")
+    drafts.add_argument("--lookup", type=int, metavar="N", help="draft up to N tokens by prompt lookup")
+    p.add_argument(
+        "--accept", choices=["match", "rejection"], default="match", help="exact acceptance rule (default: match)"
+    )
+    p.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--min-p", type=float, default=0.0)
+    p.add_argument("--repetition-penalty", type=float, default=1.0)
+    p.add_argument("--seed", type=int, help="drawn and shown if left out")
+    p.add_argument("--raw", action="store_true", help="no chat template around the prompt")
+    p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
+    p.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    args = parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, OSError, UnsupportedTargetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    sampling = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    pieces = stream(
+        target,
+        prompt,
+        head=args.head,
+        proposer=None if args.lookup is None else PromptLookup(length=args.lookup),
+        sampling=sampling,
+        accept=args.accept,
+        max_new_tokens=args.max_new_tokens,
+        stop=args.stop,
+        raw=args.raw,
+    )
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        if piece.result is not None:
+            stats = piece.result.stats
+            rates = " ".join(f"{rate:.2f}" for rate in stats.accept_rates) or "none"
+            print(flush=True)
+            print(
+                f"[{stats.tokens} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} per step, "
+                f"{stats.tokens / stats.seconds:.1f} per second; accepted by depth: {rates}; "
+                f"ended by {piece.result.finish_reason}; seed {piece.result.seed}]",
+                file=sys.stderr,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""How a drafter's logits become a tree: `StaticTree` and `Chain`, a tree without branches.
+
+A static tree is a list of paths of child ranks, as in Medusa (arXiv:2401.10774, section 2.1.2): (0, 2) is the third-best token
+of the second head below the best token of the first. At temperature > 0 ranks are taken from logits perturbed by the very
+noise with which the target will choose, so that drafts follow the draw. Drawn drafts (`sampled=True`) use noise of their own
+and carry their distribution, for `Rejection`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decode import noise
+from decode.sampling import Sampler
+from decode.tree import TokenTree, TreeShape, tree_shape
+from heads import Drafter
+
+Paths = tuple[tuple[int, ...], ...]
+
+
+class Grow(Protocol):
+    """A policy from logits to trees."""
+
+    @property
+    def depth(self) -> int:
+        """Deepest node it makes."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Most nodes it makes, root included."""
+        ...
+
+    @property
+    def sampled(self) -> bool:
+        """Whether children are drawn and carry their distribution."""
+        ...
+
+    def __call__(
+        self, drafter: Drafter, logits: Tensor, roots: Tensor, rows: Sequence[Sampler], *, shared_noise: bool
+    ) -> list[TokenTree]:
+        """Grow one tree for each row.
+
+        Args:
+            drafter: Gives the logits of further levels.
+            logits: [B, U] of the roots' children.
+            roots: [B] root tokens.
+            rows: Settings and noise of each row.
+            shared_noise: Rank with the noise the target will choose with.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """The same shape in every step."""
+
+    paths: Paths
+    """Child ranks from the root; a path's parent and its elder sibling must be in the list too."""
+    sampled: bool = False
+    """Draw children, without replacement, in the order of their ranks."""
+
+    def __post_init__(self) -> None:
+        """Sort the paths by depth and reject gaps."""
+        paths = tuple(sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path)))
+        for path in paths:
+            needed = {path[:-1], (*path[:-1], path[-1] - 1) if path and path[-1] else path[:-1]}
+            if not path or path[-1] < 0 or not needed <= {(), *paths}:
+                raise ValueError(f"tree path {path} needs its parent and its elder sibling in the tree; got {paths}")
+        object.__setattr__(self, "paths", paths)
+
+    @property
+    def depth(self) -> int:
+        """Longest path."""
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def size(self) -> int:
+        """Nodes, root included."""
+        return len(self.paths) + 1
+
+    def __call__(
+        self, drafter: Drafter, logits: Tensor, roots: Tensor, rows: Sequence[Sampler], *, shared_noise: bool
+    ) -> list[TokenTree]:
+        """Grow one tree for each row; see `Grow`."""
+        if self.depth > drafter.max_depth:
+            raise ValueError(
+                f"the tree is {self.depth} deep, but the head drafts only {drafter.max_depth} tokens ahead"
+            )
+        shape, levels = _plan(self.paths, roots.device)
+        drawn = self.sampled and not rows[0].sampling.greedy
+        tokens = [roots[:, None]]
+        probs = roots.new_zeros((len(rows), self.size, drafter.vocab_size), dtype=torch.float64) if drawn else None
+        level_logits = logits[:, None]  # [B, W, U], or [B, 1, U] where all nodes of a level share them
+        for depth, level in enumerate(levels, start=1):
+            scores = _scores(level_logits, drafter.vocabulary, rows, depth, drawn=drawn, shared_noise=shared_noise)
+            ranked = scores.topk(level.width, dim=-1).indices.expand(-1, level.frontier.numel(), -1)
+            nodes = ranked[:, level.parents, level.ranks]  # [B, nodes of this level]
+            tokens.append(nodes if drafter.vocabulary is None else drafter.vocabulary[nodes])
+            if probs is not None:
+                probs[:, level.frontier] = _distribution(level_logits, drafter, rows[0])
+            if level.inner.numel():
+                level_logits = drafter.extend(tokens[-1][:, level.inner], level.inner_parents.expand(len(rows), -1))
+        token_ids = torch.cat(tokens, dim=1)
+        return [TokenTree(token_ids[b], shape, None if probs is None else probs[b]) for b in range(len(rows))]
+
+
+def Chain(length: int, *, sampled: bool = False) -> StaticTree:  # noqa: N802 - reads as the settings object it makes
+    """Return the tree that is a chain of the `length` best (or drawn) tokens.
+
+    Raises:
+        ValueError: If `length` is below 1.
+    """
+    if length < 1:
+        raise ValueError(f"a chain has at least 1 token, got {length}; use proposer=None to decode without drafts")
+    return StaticTree(tuple((0,) * depth for depth in range(1, length + 1)), sampled=sampled)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """How to make the nodes of one depth; all fields but `width` are index tensors."""
+
+    width: int
+    """Ranks needed."""
+    frontier: Tensor
+    """Tree numbers of the nodes above that have children, in the order of the logits' rows."""
+    parents: Tensor
+    """For each node of this level its parent's place in the frontier."""
+    ranks: Tensor
+    inner: Tensor
+    """Which nodes of this level have children."""
+    inner_parents: Tensor
+    """Their parents, in the drafter's numbering (root 0, then every node given to `extend`)."""
+
+
+@lru_cache(maxsize=256)
+def _plan(paths: Paths, device: torch.device) -> tuple[TreeShape, list[_Level]]:
+    number = {path: i for i, path in enumerate([(), *paths])}
+    shape = tree_shape((-1, *(number[path[:-1]] for path in paths)))
+    given = {(): 0}  # drafter numbers
+    frontier: list[tuple[int, ...]] = [()]
+    levels = []
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        nodes = [path for path in paths if len(path) == depth]
+        inner = [path for path in nodes if shape.children[number[path]]]
+        indices = (
+            [number[path] for path in frontier],
+            [frontier.index(path[:-1]) for path in nodes],
+            [path[-1] for path in nodes],
+            [nodes.index(path) for path in inner],
+            [given[path[:-1]] for path in inner],
+        )
+        width = max(path[-1] for path in nodes) + 1
+        levels.append(_Level(width, *(torch.tensor(index, dtype=torch.int64, device=device) for index in indices)))
+        given |= {path: len(given) + i for i, path in enumerate(inner)}
+        frontier = inner
+    return shape, levels
+
+
+def _scores(
+    logits: Tensor, vocabulary: Tensor | None, rows: Sequence[Sampler], depth: int, *, drawn: bool, shared_noise: bool
+) -> Tensor:
+    """Return what children are ranked by: [B, W, U]."""
+    sampling = rows[0].sampling
+    if sampling.greedy or not (drawn or shared_noise):
+        return logits
+    columns = torch.arange(logits.shape[-1], device=logits.device) if vocabulary is None else vocabulary
+    purpose = noise.DRAFT if drawn else noise.TARGET
+    keys = [row.key(purpose, len(row.context) + depth - 1) for row in rows]
+    return logits.double() / sampling.temperature + noise.gumbel(keys, columns)[:, None]
+
+
+def _distribution(logits: Tensor, drafter: Drafter, row: Sampler) -> Tensor:
+    """Return what drawn children were drawn from, over the target's vocabulary: [B, W, U] -> [B, W, V]."""
+    probs = (logits.double() / row.sampling.temperature).softmax(-1)
+    if drafter.vocabulary is None:
+        return probs
+    full = probs.new_zeros((*probs.shape[:-1], drafter.vocab_size))
+    return full.index_copy_(-1, drafter.vocabulary, probs)

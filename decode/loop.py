@@ -1,0 +1,289 @@
+"""The one decode loop: propose, score, accept, commit. Plain decoding is the same loop with trees of one node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decode.accept import RULES, AcceptRule, Match, Verdict
+from decode.grow import Grow
+from decode.prompts import Prompt, split_batch, to_token_ids
+from decode.propose import Drafting, Proposer, Proposing
+from decode.results import Delta, Generation, Stats
+from decode.sampling import Sampler, Sampling
+from decode.stopping import Stopper
+from decode.target import Target, TargetOutput
+from decode.tree import TokenTree, chain_shape
+from heads import Head, load_head
+
+
+def generate(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    head: Head | str | Path | None = None,
+    grow: Grow | None = None,
+    proposer: Proposer | None = None,
+    sampling: Sampling | None = None,
+    accept: str | AcceptRule = "match",
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    eos_ids: Sequence[int] | None = None,
+    raw: bool = False,
+) -> Generation | list[Generation]:
+    """Decode prompts, with drafts from a head or another proposer, or plainly. The output distribution is the target's.
+
+    Args:
+        target: The model.
+        prompts: Text, chat messages or token ids, or a list of these (one batch).
+        head: A head or its folder; its own tree is used unless `grow` is given.
+        grow: How the head's guesses become a tree.
+        proposer: Any other proposer, instead of a head.
+        sampling: How tokens are chosen; greedy by default.
+        accept: "match" (the text of a seed is the same with any proposer and with none) or "rejection" (the same law), or a rule.
+        max_new_tokens: Limit for each prompt; the target's context is a limit too.
+        stop: Strings that end a text; they are not part of it.
+        eos_ids: Tokens that end a text, instead of the target's own; empty for none.
+        raw: Take text prompts as they are, without the chat template.
+
+    Returns:
+        One result, or a list in the order of the batch.
+
+    Raises:
+        ValueError: If an argument cannot be honoured; nothing was decoded then.
+    """
+    _, single = split_batch(prompts)
+    results: dict[int, Generation] = {}
+    for delta in stream(
+        target,
+        prompts,
+        head=head,
+        grow=grow,
+        proposer=proposer,
+        sampling=sampling,
+        accept=accept,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        eos_ids=eos_ids,
+        raw=raw,
+    ):
+        if delta.result is not None:
+            results[delta.row] = delta.result
+    return results[0] if single else [results[row] for row in range(len(results))]
+
+
+def stream(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    head: Head | str | Path | None = None,
+    grow: Grow | None = None,
+    proposer: Proposer | None = None,
+    sampling: Sampling | None = None,
+    accept: str | AcceptRule = "match",
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    eos_ids: Sequence[int] | None = None,
+    raw: bool = False,
+) -> Iterator[Delta]:
+    """Decode like `generate`, yielding text as it becomes final; arguments are checked before the first piece is asked for."""
+    items, _ = split_batch(prompts)
+    token_ids = [to_token_ids(target, prompt, raw=raw) for prompt in items]
+    limits = _limits(target, token_ids, max_new_tokens)
+    sampling = (sampling or Sampling()).with_seed(len(items))
+    proposer = _proposer(target, head, grow, proposer)
+    rule = _rule(accept, proposer)
+    eos = target.eos_ids if eos_ids is None else frozenset(eos_ids)
+    rows = [
+        _Row(i, Sampler(sampling, i, ids), Stopper(target.tokenizer, eos, stop, limit), Stats(), ids)
+        for i, (ids, limit) in enumerate(zip(token_ids, limits, strict=True))
+    ]
+    return _Decoding(target, rows, proposer, rule).run()
+
+
+@dataclass
+class _Row:
+    """One prompt being decoded."""
+
+    index: int
+    sampler: Sampler
+    stopper: Stopper
+    stats: Stats
+    prompt_ids: list[int]
+    sent: int = 0
+    """Characters of the text already yielded."""
+
+
+class _Decoding:
+    """The state of one call: rows still running, the session, the proposer's state."""
+
+    def __init__(self, target: Target, rows: list[_Row], proposer: Proposer | None, rule: AcceptRule) -> None:
+        self._rows = rows
+        self._rule = rule
+        self._device = target.device
+        largest_tree = 1 if proposer is None else proposer.max_nodes
+        capacity = max(len(row.prompt_ids) + row.stopper.limit for row in rows) + largest_tree
+        self._session = target.session(len(rows), capacity)
+        self._proposing: Proposing | None = (
+            None if proposer is None else proposer.begin(len(rows), shared_noise=rule.shares_noise)
+        )
+        self._parts: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def run(self) -> Iterator[Delta]:
+        """Yield deltas until every row has ended."""
+        yield from self._first()
+        while self._rows:
+            yield from self._step()
+
+    @torch.inference_mode()  # on functions that return, not on generators, which would leave the mode on in the caller
+    def _first(self) -> list[Delta]:
+        with self._timed("prefill"):
+            out = self._session.prefill([row.prompt_ids for row in self._rows])
+        with self._timed("accept"):
+            last = [self._root_tree(row) for row in self._rows]
+            verdicts = self._rule(last, out.logits, [row.sampler for row in self._rows])
+        lengths = [len(row.prompt_ids) for row in self._rows]
+        return self._emit(verdicts, [row.prompt_ids for row in self._rows], out.hidden, lengths)
+
+    @torch.inference_mode()
+    def _step(self) -> list[Delta]:
+        with self._timed("propose"):
+            trees = self._propose()
+        with self._timed("score"):
+            out = self._session.score(trees)
+        with self._timed("accept"):
+            verdicts = self._rule(trees, out.logits, [row.sampler for row in self._rows])
+        with self._timed("commit"):
+            self._session.commit([verdict.path for verdict in verdicts])
+            committed, hidden, lengths = self._committed(trees, verdicts, out)
+        for row, tree, verdict in zip(self._rows, trees, verdicts, strict=True):
+            row.stats.count(len(verdict.path), had_children=bool(tree.shape.children[verdict.path[-1]]))
+        return self._emit(verdicts, committed, hidden, lengths)
+
+    def _propose(self) -> list[TokenTree]:
+        if self._proposing is None:
+            return [self._root_tree(row) for row in self._rows]
+        roots = torch.tensor([row.sampler.context[-1] for row in self._rows], device=self._device)
+        trees = self._proposing.propose(roots, [row.sampler for row in self._rows])
+        # a path of depth d emits d + 1 tokens: deeper nodes could only be thrown away
+        return [_cut(tree, row.stopper.remaining - 1) for row, tree in zip(self._rows, trees, strict=True)]
+
+    def _root_tree(self, row: _Row) -> TokenTree:
+        return TokenTree(torch.tensor(row.sampler.context[-1:], device=self._device), chain_shape(1))
+
+    def _committed(
+        self, trees: Sequence[TokenTree], verdicts: Sequence[Verdict], out: TargetOutput
+    ) -> tuple[list[list[int]], Tensor, list[int]]:
+        """Return the tokens on each row's path (root first), their states [B, L, D], and their numbers."""
+        lengths = [len(verdict.path) for verdict in verdicts]
+        longest = max(lengths)
+        index = torch.tensor([[*v.path, *[0] * (longest - len(v.path))] for v in verdicts], device=self._device)
+        hidden = out.hidden[torch.arange(len(verdicts), device=self._device)[:, None], index]
+        tokens = [tree.token_ids.tolist() for tree in trees]
+        return [[tokens[b][node] for node in verdict.path] for b, verdict in enumerate(verdicts)], hidden, lengths
+
+    def _emit(
+        self, verdicts: Sequence[Verdict], committed: Sequence[Sequence[int]], hidden: Tensor, lengths: Sequence[int]
+    ) -> list[Delta]:
+        """Give each row its new tokens, tell the proposer, drop rows that ended, return what became final.
+
+        `committed[b]` are the tokens of row b that gained a state in this pass.
+        """
+        deltas = []
+        for row, verdict, tokens in zip(self._rows, verdicts, committed, strict=True):
+            block = [*tokens[len(tokens) - len(verdict.path) + 1 :], verdict.next_token]
+            taken = row.stopper.add(block)
+            row.sampler.context += block
+            row.stats.tokens += len(taken)
+            deltas.append(self._delta(row, taken))
+        self._sync(verdicts, committed, hidden, lengths)
+        return deltas
+
+    def _sync(
+        self, verdicts: Sequence[Verdict], committed: Sequence[Sequence[int]], hidden: Tensor, lengths: Sequence[int]
+    ) -> None:
+        """Tell the proposer what was committed, and forget rows that have ended."""
+        running = [b for b, row in enumerate(self._rows) if row.stopper.reason is None]
+        if running and self._proposing is not None:
+            with self._timed("propose"):
+                tokens = [
+                    torch.tensor([*ids, verdict.next_token], device=self._device)
+                    for ids, verdict in zip(committed, verdicts, strict=True)
+                ]
+                self._proposing.sync(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), hidden, lengths)
+        if running and len(running) < len(self._rows):
+            self._session.keep(running)
+            if self._proposing is not None:
+                self._proposing.keep(running)
+        self._rows = [self._rows[b] for b in running]
+
+    def _delta(self, row: _Row, taken: list[int]) -> Delta:
+        text = row.stopper.stable_text()
+        piece, row.sent = text[row.sent :], max(row.sent, len(text))
+        reason = row.stopper.reason
+        if reason is None:
+            return Delta(row.index, piece, taken, None)
+        row.stats.seconds = time.perf_counter() - self._start
+        row.stats.parts = self._parts
+        result = Generation(text, row.stopper.token_ids, row.prompt_ids, reason, row.stats, row.sampler.seed)
+        return Delta(row.index, piece, taken, reason, result)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
+
+
+def _cut(tree: TokenTree, depth: int) -> TokenTree:
+    """Drop nodes deeper than `depth`; nodes are in order of depth."""
+    if tree.shape.depths[-1] <= depth:
+        return tree
+    shape = tree.shape.prefix(depth)
+    probs = None if tree.draft_probs is None else tree.draft_probs[: shape.size]
+    return TokenTree(tree.token_ids[: shape.size], shape, probs)
+
+
+def _limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """Return how many tokens each row may take."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    for row, prompt in enumerate(prompts):
+        if len(prompt) >= target.max_length:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens, but the target's context is {target.max_length}; shorten the prompt"
+            )
+    return [min(max_new_tokens, target.max_length - len(prompt)) for prompt in prompts]
+
+
+def _proposer(
+    target: Target, head: Head | str | Path | None, grow: Grow | None, proposer: Proposer | None
+) -> Proposer | None:
+    if head is None:
+        if grow is not None:
+            raise ValueError("grow shapes the drafts of a head, but no head was given")
+        return proposer
+    if proposer is not None:
+        raise ValueError("give a head or a proposer, not both")
+    loaded = head if isinstance(head, Head) else load_head(head, target)
+    drafting = Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
+    if drafting.grow.depth > loaded.drafter().max_depth:
+        raise ValueError(
+            f"the tree is {drafting.grow.depth} deep, but the head drafts {loaded.drafter().max_depth} tokens"
+        )
+    return drafting
+
+
+def _rule(accept: str | AcceptRule, proposer: Proposer | None) -> AcceptRule:
+    if not isinstance(accept, str):
+        return accept
+    if accept not in RULES:
+        raise ValueError(f"accept must be one of {sorted(RULES)} or a rule, got {accept!r}")
+    return RULES[accept]

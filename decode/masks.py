@@ -1,0 +1,47 @@
+"""Which slots a node may attend to: the committed tokens of its row, its ancestors and itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from decode.tree import TreeShape
+
+
+def tree_visible(shapes: Sequence[TreeShape], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return [B, N, slots] bool for trees written behind `lengths` committed tokens.
+
+    Padding nodes of smaller trees see themselves (a softmax over nothing is NaN) and the committed tokens.
+    """
+    size = max(shape.size for shape in shapes)
+    slots = max(lengths) + size
+    visible = torch.zeros(len(shapes), size, slots, dtype=torch.bool, device=device)
+    for row, (shape, length) in enumerate(zip(shapes, lengths, strict=True)):
+        visible[row, :, :length] = True
+        visible[row, :, length : length + size] = _padded_ancestors(shape, size, device)
+    return visible
+
+
+@lru_cache(maxsize=256)
+def _padded_ancestors(shape: TreeShape, size: int, device: torch.device) -> Tensor:
+    mask = torch.eye(size, dtype=torch.bool)
+    mask[: shape.size, : shape.size] = shape.ancestors
+    return mask.to(device)
+
+
+def prefill_visible(start: int, size: int, device: torch.device) -> Tensor:
+    """Return [1, size, start + size] bool: causal, for `size` tokens after `start` committed ones."""
+    slots = torch.arange(start + size, device=device)
+    return (slots <= slots[start:, None])[None]
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where visible and the lowest finite value elsewhere: [B, N, slots] -> [B, 1, N, slots].
+
+    Additive, because a bool mask is right for sdpa and silently wrong for eager attention.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

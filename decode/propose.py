@@ -1,0 +1,179 @@
+"""Proposers: whatever yields token trees for the next step.
+
+A proposer is frozen settings; `begin` opens the state of one session (B rows), so two calls never share state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decode.grow import Chain, Grow, StaticTree
+from decode.sampling import Sampler
+from decode.tree import TokenTree, chain_shape
+from heads import Drafter, Head
+
+
+class Proposing(Protocol):
+    """A proposer's state in one session."""
+
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> None:
+        """Absorb newly committed tokens; arguments as in `heads.Drafter.sync` (one more token than states)."""
+        ...
+
+    def propose(self, roots: Tensor, rows: Sequence[Sampler]) -> list[TokenTree]:
+        """Return a tree for each row; its root is the row's last committed token.
+
+        Args:
+            roots: [B] root tokens.
+            rows: Settings, noise and text of each row.
+        """
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        ...
+
+
+class Proposer(Protocol):
+    """Settings that open a `Proposing` for each session."""
+
+    @property
+    def max_nodes(self) -> int:
+        """Largest tree it proposes, root included."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn from a distribution they carry."""
+        ...
+
+    def begin(self, rows: int, *, shared_noise: bool) -> Proposing:
+        """Open the state of one session.
+
+        Args:
+            rows: B.
+            shared_noise: Drafts may be ranked with the target's own noise (the acceptance rule decides).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Trees grown from a head's guesses."""
+
+    head: Head
+    grow: Grow
+
+    @classmethod
+    def of(cls, head: Head) -> Drafting:
+        """Use the tree that the head's folder recommends, or a chain of all the head can draft."""
+        if head.tree is None:
+            return cls(head, Chain(head.drafter().max_depth))
+        return cls(head, StaticTree(tuple(map(tuple, head.tree))))
+
+    @property
+    def max_nodes(self) -> int:
+        """Largest tree, root included."""
+        return self.grow.size
+
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn."""
+        return self.grow.sampled
+
+    def begin(self, rows: int, *, shared_noise: bool) -> _DraftingState:
+        """Open a session; see `Proposer.begin`."""
+        return _DraftingState(self.head.drafter(), self.grow, shared_noise)
+
+
+class _DraftingState:
+    def __init__(self, drafter: Drafter, grow: Grow, shared_noise: bool) -> None:
+        self._drafter = drafter
+        self._grow = grow
+        self._shared_noise = shared_noise
+        self._logits = torch.empty(0)
+
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> None:
+        self._logits = self._drafter.sync(token_ids, hidden, lengths)
+
+    def propose(self, roots: Tensor, rows: Sequence[Sampler]) -> list[TokenTree]:
+        return self._grow(self._drafter, self._logits, roots, rows, shared_noise=self._shared_noise)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._drafter.keep(rows)
+        self._logits = self._logits[list(rows)]
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Propose what followed the last occurrence of the text's final n-gram (Saxena 2023, prompt lookup decoding)."""
+
+    length: int = 6
+    """Tokens proposed at most."""
+    max_ngram: int = 3
+    """Longest n-gram looked for; shorter ones follow, down to `min_ngram`."""
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        """Reject settings that find nothing."""
+        if self.length < 1 or not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"prompt lookup needs length >= 1 and 1 <= min_ngram <= max_ngram, got length {self.length}, "
+                f"min_ngram {self.min_ngram}, max_ngram {self.max_ngram}"
+            )
+
+    @property
+    def max_nodes(self) -> int:
+        """Root and `length` tokens."""
+        return self.length + 1
+
+    @property
+    def draws(self) -> bool:
+        """Looked-up tokens are point masses."""
+        return False
+
+    def begin(self, rows: int, *, shared_noise: bool) -> _LookupState:
+        """Open a session; see `Proposer.begin`."""
+        return _LookupState(self, rows)
+
+
+class _LookupState:
+    """For each row, where every n-gram seen so far last ended (before the final token)."""
+
+    def __init__(self, settings: PromptLookup, rows: int) -> None:
+        self._settings = settings
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
+        self._indexed = [0] * rows
+
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> None:
+        """Nothing to do: the rows' own text is indexed when a tree is proposed."""
+
+    def propose(self, roots: Tensor, rows: Sequence[Sampler]) -> list[TokenTree]:
+        trees = []
+        for b, row in enumerate(rows):
+            tokens = [row.context[-1], *self._continuation(b, row.context)]
+            trees.append(TokenTree(torch.tensor(tokens, device=roots.device), chain_shape(len(tokens))))
+        return trees
+
+    def _continuation(self, b: int, context: list[int]) -> list[int]:
+        sizes = range(self._settings.min_ngram, self._settings.max_ngram + 1)
+        ends = self._ends[b]
+        for end in range(self._indexed[b] + 1, len(context)):
+            for size in sizes:
+                if size <= end:
+                    ends[tuple(context[end - size : end])] = end
+        self._indexed[b] = len(context) - 1
+        for size in reversed(sizes):
+            end = ends.get(tuple(context[-size:])) if size <= len(context) else None
+            if end is not None:
+                return context[end : end + self._settings.length]
+        return []
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._ends = [self._ends[row] for row in rows]
+        self._indexed = [self._indexed[row] for row in rows]

@@ -1,0 +1,69 @@
+"""Token trees: what is proposed to the target in one pass.
+
+Node 0 is the root, the last committed token. Parents come before children, so a path's node numbers ascend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TreeShape:
+    """The shape of a tree; made by `tree_shape`, which returns one object for one shape."""
+
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    ancestors: Tensor
+    """[N, N] bool on the CPU: whether node j is node i or stands above it."""
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self.parents)
+
+    def prefix(self, depth: int) -> TreeShape:
+        """Return the shape without nodes deeper than `depth`; nodes must be in order of depth."""
+        return tree_shape(tuple(p for p, d in zip(self.parents, self.depths, strict=True) if d <= depth))
+
+
+@lru_cache(maxsize=4096)
+def tree_shape(parents: tuple[int, ...]) -> TreeShape:
+    """Return the shape in which node i hangs below `parents[i]`; the root has parent -1.
+
+    Raises:
+        ValueError: If node 0 is not the only root, or a parent does not come before its child.
+    """
+    if not parents or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
+        raise ValueError(f"parents must be -1 for node 0 and an earlier node for every other, got {parents}")
+    depths = [0] * len(parents)
+    children: list[list[int]] = [[] for _ in parents]
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        depths[node] = depths[parent] + 1
+        children[parent].append(node)
+        ancestors[node] |= ancestors[parent]
+    return TreeShape(parents, tuple(depths), tuple(map(tuple, children)), ancestors)
+
+
+@lru_cache(maxsize=4096)
+def chain_shape(size: int) -> TreeShape:
+    """Return the shape of a root with a chain below it, `size` nodes in all."""
+    return tree_shape(tuple(range(-1, size - 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """A tree of proposed tokens."""
+
+    token_ids: Tensor
+    """[N] int64; `token_ids[0]` is the root."""
+    shape: TreeShape
+    draft_probs: Tensor | None = None
+    """[N, V]; row n is the distribution that the children of node n were DRAWN from, in order and without replacement.
+    None for children that were chosen in any other way (ranked, looked up): those are point masses."""

@@ -1,0 +1,188 @@
+"""What a head is, and what every head is given and must return.
+
+A head predicts tokens further ahead than the target's own next token, from the states of the frozen target. This file holds
+the words that training (`Head.forward`) and decoding (`Head.drafter`) share. It knows torch, not transformers.
+
+Shape letters, used in all packages: `B` rows, `T` training time, `L` committed tokens in this call, `N` tree nodes (root
+included), `W` frontier width, `K` depth or number of heads, `D` hidden, `V` target vocabulary, `U` draft vocabulary, `H`
+attention heads, `E` head dim, `S` cache slots.
+
+One convention removes most off-by-one errors: **one more token than states**. Wherever tokens and states travel together,
+`hidden[j]` is the target's state *at* `token_ids[j]` (so it predicted `token_ids[j + 1]`), and the last token, the new root,
+has no state yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Sizes that every head shares with its target; each head's own config adds its fields."""
+
+    hidden_size: int
+    """D, of the target."""
+    vocab_size: int
+    """V, of the target."""
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """What every head trains on: tokens, which of them are supervised, and the target's states at them."""
+
+    token_ids: Tensor
+    """[B, T] int64, padded on the right."""
+    loss_mask: Tensor
+    """[B, T] bool, True on tokens the target itself would have to produce (assistant tokens); False on padding."""
+    hidden: Tensor
+    """[B, T, D] input of the target's lm_head (after the final norm)."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """What a training forward returns."""
+
+    loss: Tensor
+    """[] SUM over the supervised positions. The training loop divides by the number of supervised tokens of the global
+    batch, so that gradient accumulation and several processes give the same step as one large batch."""
+    metrics: Mapping[str, Tensor]
+    """Detached `[2]` tensors (sum, count), added up over micro-batches and processes before they are divided; the keys are
+    tracker names below `train/`."""
+
+
+class Drafter(Protocol):
+    """The drafting state of B sequences; made by `Head.drafter()`, one per session, never shared."""
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens past the root can be drafted."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of the target."""
+        ...
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[U] target id of each logit column, or None where the columns are the target's vocabulary."""
+        ...
+
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Absorb newly committed tokens and return the logits of the root's children.
+
+        Args:
+            token_ids: [B, L + 1] newly committed tokens, padded on the right; row b holds `lengths[b] + 1` of them and the
+                last is the new root. The first call carries the whole prompt.
+            hidden: [B, L, D] the target's states; row b holds `lengths[b]` of them.
+            lengths: Number of states in each row, at least 1.
+
+        Returns:
+            [B, U] logits.
+        """
+        ...
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Add one level of W nodes to each row's tree and return the logits of their children.
+
+        Args:
+            token_ids: [B, W] target ids of the nodes.
+            parents: [B, W] number of each node's parent, in the order in which nodes were added (root = 0).
+
+        Returns:
+            [B, W, U] logits, or [B, 1, U] from a head whose logits depend on the depth only.
+        """
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and forget the others (their sequences have ended)."""
+        ...
+
+
+class Lender(Protocol):
+    """The parts of a target that heads borrow. `decode.Target` is one."""
+
+    @property
+    def name(self) -> str:
+        """Name or path the target was loaded from."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of the target's sizes and weights, equal for the same weights loaded in float32 and bfloat16."""
+        ...
+
+    @property
+    def embed(self) -> nn.Module:
+        """Token embedding, with a `weight` [V, D]."""
+        ...
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """Output projection, with a `weight` [V, D]."""
+        ...
+
+
+class Head(nn.Module, ABC):
+    """Trained weights of one head type. The target's `embed` and `lm_head` are lent, not owned.
+
+    Lent modules sit in a tuple, which keeps them out of `parameters()` and `state_dict()`: they are not saved, not
+    optimised and not wrapped by DDP.
+    """
+
+    Config: ClassVar[type[HeadConfig]]
+    kind: ClassVar[str]
+    """Head type: the name of the file in `heads/`, written to checkpoints."""
+
+    def __init__(self, config: HeadConfig, target: Lender) -> None:
+        super().__init__()
+        self.config = config
+        self.tree: Sequence[Sequence[int]] | None = None  # draft tree recommended by the head's folder
+        self._lent = (target.embed, target.lm_head)
+
+    @property
+    def embed(self) -> nn.Module:
+        """The target's token embedding."""
+        return self._lent[0]
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The target's output projection."""
+        return self._lent[1]
+
+    @abstractmethod
+    def forward(self, batch: FeatureBatch) -> HeadOutput:
+        """Return the summed loss and metrics. `forward`, because DDP and DeepSpeed hook only that."""
+
+    @abstractmethod
+    def drafter(self) -> Drafter:
+        """Return a fresh drafting state."""
+
+
+def head_class(kind: str) -> type[Head]:
+    """Return the head type that `heads/<kind>.py` (or, for a dotted name, that module) publishes as `HEAD`.
+
+    Raises:
+        ValueError: If there is no such module, or it publishes no head.
+    """
+    name = kind if "." in kind else f"{__package__}.{kind}"
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"unknown head type {kind!r}: there is no module {name}")
+    module = importlib.import_module(name)
+    head: type[Head] | None = vars(module).get("HEAD")
+    if head is None:
+        raise ValueError(f"module {name} defines no HEAD, so {kind!r} is not a head type")
+    return head
+
+
+def create_head(kind: str, config: HeadConfig, target: Lender) -> Head:
+    """Build an untrained head of type `kind` on `target`."""
+    return head_class(kind)(config, target)

@@ -1,0 +1,111 @@
+"""Keys and values of B sequences, each with an uncommitted token tree at its end.
+
+One preallocated block per layer. Row b's committed tokens sit in slots `0 … lengths[b] - 1`; the nodes of its current tree are
+written behind them, node j in slot `lengths[b] + j`, and `commit` moves the nodes of the accepted path together. Keys are
+stored after rotation by *depth*, so moving a slot does not change what it means. Used by the target, by draft models and
+by heads that attend to their own past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class TreeCache:
+    """K/V of B rows with per-row lengths. One per session; not safe to share."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        """Make an empty cache.
+
+        Args:
+            rows: B.
+            capacity: S, slots per row: the longest committed sequence plus the largest tree.
+        """
+        self.capacity = capacity
+        self.lengths = [0] * rows
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._nodes = 0
+        self._slots: Tensor | None = None
+
+    @property
+    def used(self) -> int:
+        """Slots that attention reads in the current pass: the longest row with its tree."""
+        return max(self.lengths) + self._nodes
+
+    def begin(self, nodes: int, device: torch.device) -> None:
+        """Announce a forward pass that writes `nodes` nodes behind each row.
+
+        Raises:
+            RuntimeError: If they do not fit.
+        """
+        if max(self.lengths) + nodes > self.capacity:
+            raise RuntimeError(
+                f"cache of {self.capacity} slots cannot take {nodes} nodes after {max(self.lengths)} tokens; "
+                "open the session with a larger capacity"
+            )
+        self._nodes = nodes
+        ragged = len(set(self.lengths)) > 1
+        starts = torch.tensor(self.lengths, device=device) if ragged else None
+        self._slots = None if starts is None else starts[:, None] + torch.arange(nodes, device=device)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new nodes and return all slots in use.
+
+        Args:
+            layer: Layer number; layers are first written in order.
+            keys: [B, H, N, E] of the announced nodes, rotated.
+            values: [B, H, N, E'].
+
+        Returns:
+            Keys [B, H, used, E] and values [B, H, used, E'], views of the block.
+        """
+        if layer == len(self._keys):
+            self._keys.append(self._allocate(keys))
+            self._values.append(self._allocate(values))
+        stored = []
+        for block, new in ((self._keys[layer], keys), (self._values[layer], values)):
+            if self._slots is None:
+                block[:, :, self.lengths[0] : self.lengths[0] + self._nodes] = new
+            else:
+                rows = torch.arange(len(self.lengths), device=new.device)[:, None]
+                block[rows, :, self._slots] = new.transpose(1, 2)
+            stored.append(block[:, :, : self.used])
+        return stored[0], stored[1]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        rows, heads, _, size = like.shape
+        # zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * NaN is NaN
+        return like.new_zeros((rows, heads, self.capacity, size))
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the nodes on each row's path, in path order, and forget the rest of the tree.
+
+        Args:
+            paths: For each row the accepted nodes, root (0) first; empty to keep nothing.
+        """
+        for row, path in enumerate(paths):
+            start = self.lengths[row]
+            moved = next((i for i, node in enumerate(path) if node != i), len(path))
+            if moved < len(path):
+                source = torch.tensor([start + node for node in path[moved:]], device=self._keys[0].device)
+                for block in (*self._keys, *self._values):
+                    # index_select copies, so overlapping slots are safe
+                    block[row, :, start + moved : start + len(path)] = block[row].index_select(1, source)
+            self.lengths[row] = start + len(path)
+        self._nodes = 0
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        index = list(rows)
+        self._keys = [block[index] for block in self._keys]
+        self._values = [block[index] for block in self._values]
+        self.lengths = [self.lengths[row] for row in index]
+
+    def contents(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's committed keys and values of `row`: `[H, length, E]` pairs. For checks."""
+        length = self.lengths[row]
+        return [(k[row, :, :length], v[row, :, :length]) for k, v in zip(self._keys, self._values, strict=True)]

@@ -1,0 +1,174 @@
+"""Head folders: `config.json` (what the head is, its target, how it was trained and measured) and `model.safetensors`.
+
+Nothing is loaded by halves: every key and size is checked, and a head is refused on a target it was not trained for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from heads.base import Head, Lender, head_class
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class HeadNotes:
+    """What a head folder records beside sizes and weights; every part may be empty."""
+
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """How it was trained: data, steps, recipe."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """What evaluation measured, with hardware and prompts."""
+    tree: Sequence[Sequence[int]] | None = None
+    """The draft tree to use by default: paths of child ranks from the root, as in `decode.StaticTree`; None for a chain."""
+
+
+def save_head(
+    head: Head, path: str | Path, *, target: Lender, notes: HeadNotes | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Write `head` to the folder `path`, replacing a head that is there.
+
+    Each file is written beside its place, synced and renamed, so a crash leaves the old file or the new one.
+
+    Args:
+        head: The head; its weights are stored as they are unless `dtype` is given.
+        path: Folder; made if missing.
+        target: The target the head was trained for.
+        notes: What to record about training and measurements.
+        dtype: Store floating-point weights in this precision.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {}
+    for name, tensor in head.state_dict().items():
+        cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        state[name] = cast.detach().cpu().contiguous()
+    config = {
+        "format": FORMAT,
+        "type": head.kind,
+        "config": asdict(head.config),
+        "target": {"name": target.name, "fingerprint": target.fingerprint},
+        **asdict(notes or HeadNotes()),
+    }
+    _replace(folder / WEIGHTS, lambda temporary: save_file(state, temporary))
+    text = json.dumps(config, indent=2) + "\n"
+    _replace(folder / CONFIG, lambda temporary: temporary.write_text(text))
+
+
+def read_notes(path: str | Path) -> HeadNotes:
+    """Return what the head folder `path` records beside its weights."""
+    config = _read_config(Path(path))
+    return HeadNotes(training=config["training"], measured=config["measured"], tree=config["tree"])
+
+
+def load_head(
+    path: str | Path, target: Lender, *, dtype: torch.dtype = torch.float32, check_target: bool = True
+) -> Head:
+    """Load the head folder `path` for `target`.
+
+    Args:
+        path: A folder written by `save_head`.
+        target: The target it was trained for; lends its embedding and lm_head.
+        dtype: Precision of the loaded weights.
+        check_target: Refuse a target whose fingerprint differs. Switch off only for the same weights in a precision that
+            rounds them differently: drafts of a wrong target cost acceptance, never correctness.
+
+    Raises:
+        ValueError: If the folder is incomplete or damaged, a key is missing, unexpected or of the wrong shape, or the
+            target is not the one the head was trained for.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    kind = head_class(config["type"])
+    known = {entry.name for entry in fields(kind.Config)}
+    unknown = sorted(set(config["config"]) - known)
+    if unknown:
+        raise ValueError(
+            f"{folder / CONFIG}: unknown fields {unknown} for head type {config['type']!r}; known: {sorted(known)}"
+        )
+    head_config = kind.Config(**config["config"])
+    _check_target(folder, config["target"], head_config.hidden_size, head_config.vocab_size, target, check_target)
+    weights = folder / WEIGHTS
+    try:
+        state = load_file(weights)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} is not a complete head folder: {WEIGHTS} is missing; train or copy it again"
+        ) from None
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is damaged ({error}); copy or train the head again") from error
+    head = kind(head_config, target)
+    _check_keys(weights, head, state)
+    head.load_state_dict(state, strict=True)
+    head.tree = config["tree"]
+    device = target.lm_head.get_parameter("weight").device
+    return head.to(device=device, dtype=dtype).eval()
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is not a head folder: it has no {CONFIG}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); copy or train the head again") from error
+    needed = {"format", "type", "config", "target", "training", "measured", "tree"}
+    if not isinstance(config, dict) or not needed <= set(config):
+        raise ValueError(f"{path} is not a head written by Gorgon: expected the keys {sorted(needed)}")
+    if config["format"] != FORMAT:
+        raise ValueError(f"{path} has format {config['format']}, this version reads {FORMAT}; update Gorgon")
+    return config
+
+
+def _check_target(
+    folder: Path, trained: Mapping[str, str], hidden_size: int, vocab_size: int, target: Lender, check_target: bool
+) -> None:
+    vocab, hidden = target.lm_head.get_parameter("weight").shape
+    if (hidden_size, vocab_size) != (hidden, vocab):
+        raise ValueError(
+            f"head {folder} was trained for {trained['name']} (hidden size {hidden_size}, vocabulary {vocab_size}), "
+            f"but the target {target.name} has {hidden} and {vocab}; load the head with its own target"
+        )
+    if check_target and trained["fingerprint"] != target.fingerprint:
+        raise ValueError(
+            f"head {folder} was trained for {trained['name']} (fingerprint {trained['fingerprint']}), but the target "
+            f"{target.name} has other weights (fingerprint {target.fingerprint}); load the head with its own target, or, "
+            "for the same weights in another precision, pass check_target=False"
+        )
+
+
+def _check_keys(path: Path, head: Head, state: Mapping[str, torch.Tensor]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    shapes = [
+        f"{name}: {found[name]} instead of {expected[name]}"
+        for name in expected
+        if found.get(name, expected[name]) != expected[name]
+    ]
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"{path} does not fit its {CONFIG}: missing {missing}, unexpected {unexpected}, wrong shapes {shapes}; "
+            "the folder mixes two heads, or was edited"
+        )
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Write through `path.tmp`, sync, rename."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)

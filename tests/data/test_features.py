@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from data.conversations import Encoded
+from data.features import OnlineFeatures
+from decode import Target
+
+
+@pytest.fixture
+def samples() -> list[Encoded]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5, 11, 8, 3]
+    return [
+        Encoded(torch.randint(2, 320, (n,), generator=generator).tolist(), [False] * (n // 2) + [True] * (n - n // 2))
+        for n in lengths
+    ]
+
+
+def test_states_are_those_of_one_pass_over_each_conversation_and_padding_is_zero(tiny_target: Target, samples):
+    batch = OnlineFeatures(tiny_target, samples, 0).batch([2, 0])
+    assert batch.token_ids.shape == batch.loss_mask.shape == (2, 8)
+    assert batch.hidden.shape == (2, 8, tiny_target.hidden_size)
+    for row, index in enumerate([2, 0]):
+        length = len(samples[index].token_ids)
+        with torch.no_grad():
+            inner = tiny_target.model.model(input_ids=torch.tensor([samples[index].token_ids])).last_hidden_state[0]
+        torch.testing.assert_close(batch.hidden[row, :length], inner, rtol=0, atol=1e-10)
+        assert batch.hidden[row, length:].eq(0).all()
+        assert batch.loss_mask[row, length:].eq(False).all()
+        assert batch.token_ids[row, :length].tolist() == samples[index].token_ids
+
+
+def test_batches_are_bitwise_equal_kept_or_computed_again_and_in_any_company(tiny_target: Target, samples):
+    kept = OnlineFeatures(tiny_target, samples, 2**20)
+    first = kept.batch([0, 1, 2, 3])
+    again = kept.batch([0, 1, 2, 3])
+    fresh = OnlineFeatures(tiny_target, samples, 0).batch([0, 1, 2, 3])
+    assert torch.equal(first.hidden, again.hidden)
+    assert torch.equal(first.hidden, fresh.hidden)
+    alone = OnlineFeatures(tiny_target, samples, 0).batch([3])
+    assert torch.equal(alone.hidden[0], first.hidden[3, :3])
+
+
+def test_the_target_runs_once_for_what_fits_and_every_time_for_the_rest(tiny_target: Target, samples, monkeypatch):
+    passes: list[int] = []
+    encode = tiny_target.encode
+    monkeypatch.setattr(tiny_target, "encode", lambda ids, lengths: passes.append(lengths[0]) or encode(ids, lengths))
+    token = tiny_target.hidden_size * 8
+    limit = 17 * token  # samples of 5 and 11 fit, then nothing but a sample of 1
+    features = OnlineFeatures(tiny_target, samples, limit)
+    features.batch([0, 1, 2, 3])
+    assert passes == [5, 11, 8, 3]
+    assert features.kept_bytes == 16 * token <= limit
+    passes.clear()
+    features.batch([0, 1, 2, 3])
+    assert passes == [8, 3]
+    assert "about 2 of 4 conversations fit" in features.describe()
+
+
+def test_states_can_take_part_in_a_backward_pass(tiny_target: Target, samples):
+    hidden = OnlineFeatures(tiny_target, samples, 2**20).batch([0, 1]).hidden
+    assert not hidden.is_inference()
+    weight = torch.ones(tiny_target.hidden_size, dtype=hidden.dtype, requires_grad=True)
+    (hidden * weight).sum().backward()
+    torch.testing.assert_close(weight.grad, hidden.sum((0, 1)))
+
+
+def test_counts_are_without_padding(tiny_target: Target, samples):
+    features = OnlineFeatures(tiny_target, samples, 0)
+    assert features.num_tokens([0, 1]) == 16
+    assert features.num_supervised([0, 1]) == 3 + 6
+
+
+def test_negative_memory_is_refused(tiny_target: Target, samples):
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        OnlineFeatures(tiny_target, samples, -1)

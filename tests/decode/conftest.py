@@ -1,0 +1,184 @@
+"""Oracles and proposers that the decode tests share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from decode import Sampling, Target, noise
+from decode.sampling import Sampler, to_scores
+from decode.tree import TokenTree, chain_shape, tree_shape
+from heads import FeatureBatch, create_head
+from heads.medusa import MedusaConfig, MedusaHead
+
+PROMPTS = [
+    [40, 41, 42, 43, 44, 40, 41],
+    [300],
+    [7, 8, 9, 7, 8],
+    [120, 121, 120, 121, 120, 121, 120, 121, 120, 121, 120, 121],
+    [5, 17],
+]
+
+
+class ParityBan(LogitsProcessor):
+    """Bans tokens of the parity of the number of tokens so far and lowers the last two: all of the context matters."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, (int(input_ids.sum()) + input_ids.shape[1]) % 2 :: 2] = -torch.inf
+        scores[:, input_ids[0, -2:]] -= 3.0
+        return scores
+
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.8, top_p=0.95),
+    "penalty": Sampling(temperature=0.7, repetition_penalty=1.5),
+    "greedy-penalty": Sampling(repetition_penalty=1.7),
+    "min-p": Sampling(temperature=1.5, top_k=50, min_p=0.1),
+    "processor": Sampling(temperature=0.9, processors=[ParityBan()]),
+}
+
+
+def slow_decode(
+    target: Target,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    limit: int,
+    *,
+    seed: int = 0,
+    row: int = 0,
+    eos=frozenset(),
+) -> list[int]:
+    """New tokens by one full forward for each, without cache, trees or the loop."""
+    text = list(prompt)
+    for _ in range(limit):
+        with torch.no_grad():
+            logits = target.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1]
+        scores = to_scores(logits, torch.tensor([text]), sampling)[0]
+        if sampling.temperature > 0:
+            key = noise.key(noise.key(seed, row), noise.TARGET, len(text))
+            scores = scores.double() + noise.gumbel([key], torch.arange(len(scores)))[0]
+        text.append(int(scores.argmax()))
+        if text[-1] in eos:
+            break
+    return text[len(prompt) :]
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Proposes from a function of the text so far: text -> token chain or (tokens, parents) of a tree."""
+
+    propose: Callable[[list[int]], list[int] | tuple[list[int], tuple[int, ...]]]
+    max_nodes: int = 12
+    draws: bool = False
+
+    def begin(self, rows: int, *, shared_noise: bool) -> "Scripting":
+        return Scripting(self)
+
+
+@dataclass
+class Scripting:
+    """Checks what the loop tells a proposer: one more token than states, and the text of every row."""
+
+    settings: Scripted
+    texts: list[list[int]] = field(default_factory=list)
+
+    def sync(self, token_ids: torch.Tensor, hidden: torch.Tensor, lengths: Sequence[int]) -> None:
+        assert token_ids.shape[1] == hidden.shape[1] + 1
+        self.texts = self.texts or [[] for _ in lengths]
+        assert len(self.texts) == len(lengths) == len(token_ids) == len(hidden)
+        for text, ids, length in zip(self.texts, token_ids.tolist(), lengths, strict=True):
+            if text:
+                assert text[-1] == ids[0]  # the old root comes first
+                text.pop()
+            text += ids[: length + 1]
+
+    def propose(self, roots: torch.Tensor, rows: Sequence[Sampler]) -> list[TokenTree]:
+        assert [row.context for row in rows] == self.texts
+        assert roots.tolist() == [text[-1] for text in self.texts]
+        trees = []
+        for text in self.texts:
+            proposed = self.settings.propose(text)
+            tokens, shape = proposed if isinstance(proposed, tuple) else (proposed, None)
+            tokens = [text[-1], *tokens]
+            trees.append(
+                TokenTree(torch.tensor(tokens), chain_shape(len(tokens)) if shape is None else tree_shape(shape))
+            )
+        return trees
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+
+
+def self_draft(texts: Sequence[Sequence[int]], depth: int) -> Scripted:
+    """Propose the true continuation of whichever text (prompt and answer) the row is on."""
+
+    def propose(text: list[int]) -> list[int]:
+        whole = next(t for t in texts if list(t[: len(text)]) == text)
+        return list(whole[len(text) : len(text) + depth])
+
+    return Scripted(propose, depth + 1)
+
+
+def anti_draft(texts: Sequence[Sequence[int]], depth: int, vocab_size: int = 320) -> Scripted:
+    """Propose what is never the continuation."""
+    right = self_draft(texts, depth)
+    return Scripted(lambda text: [(token + 1) % vocab_size for token in right.propose(text)], depth + 1)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    return PROMPTS
+
+
+@pytest.fixture(scope="session")
+def samplings() -> dict[str, Sampling]:
+    return SAMPLINGS
+
+
+@pytest.fixture(scope="session")
+def good_head(tiny_target) -> MedusaHead:
+    """A head trained for seconds on the target's own greedy texts: its drafts are often right."""
+    torch.manual_seed(0)
+    head = create_head("medusa", MedusaConfig(hidden_size=32, vocab_size=320, num_heads=3), tiny_target).double()
+    texts = [prompt + slow_decode(tiny_target, prompt, Sampling(), 40) for prompt in PROMPTS]
+    batches = []
+    for text in texts:
+        ids = torch.tensor([text])
+        batches.append(FeatureBatch(ids, torch.ones_like(ids, dtype=torch.bool), tiny_target.encode(ids, [len(text)])))
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        for batch in batches:
+            head(batch).loss.div(100).backward()
+        optimizer.step()
+    return head.eval()
+
+
+def chi_square_p(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """p-value of Pearson's test; cells with an expectation below 5 are pooled."""
+    small = expected < 5
+    observed = torch.cat([counts[~small], counts[small].sum()[None]]).double()
+    wanted = torch.cat([expected[~small], expected[small].sum()[None]]).double()
+    if wanted[-1] == 0:
+        assert observed[-1] == 0
+        observed, wanted = observed[:-1], wanted[:-1]
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+@pytest.fixture(scope="session")
+def oracles() -> SimpleNamespace:
+    """The functions above, for test files (test folders are no packages)."""
+    return SimpleNamespace(
+        slow_decode=slow_decode,
+        Scripted=Scripted,
+        self_draft=self_draft,
+        anti_draft=anti_draft,
+        chi_square_p=chi_square_p,
+    )

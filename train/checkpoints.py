@@ -1,0 +1,111 @@
+"""What survives a kill: `<run>/checkpoints/step_XXXXXX/`, complete or not there at all.
+
+A checkpoint is accelerate's state of head, optimiser, schedule and random numbers, and `state.json` with the progress.
+It is written to a temporary folder, synced to disk and renamed; the frozen target is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+STATE = "state.json"
+TEMPORARY = ".incomplete"
+
+
+@dataclass
+class Progress:
+    """How far a run is; all of it is needed to go on as if nothing had happened."""
+
+    step: int = 0
+    """Optimiser steps done."""
+    evaluated_step: int = -1
+    """Step of the last complete evaluation, -1 before the first."""
+    best: float = 0.0
+    """Highest eval/tokens_per_step so far, 0 before the first evaluation."""
+    best_step: int = -1
+    """Where that was."""
+    inputs: str = ""
+    """Hash of the target and the encoded data, which must not change under a run."""
+    tracker_id: str = ""
+    """The tracker's name for the run, so that a continued run is the same one there."""
+
+
+class Checkpoints:
+    """The checkpoints of one run; the newest `keep` stay on disk."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint, if there is one."""
+        found = self._complete()
+        return found[-1] if found else None
+
+    def remove_incomplete(self) -> None:
+        """Delete what a kill left half-written. Main process only."""
+        for path in self.folder.glob(f"*{TEMPORARY}"):
+            shutil.rmtree(path)
+
+    def save(self, accelerator: Accelerator, progress: Progress) -> None:
+        """Write a checkpoint of `progress.step`, or only its progress if there is one. Every process calls this."""
+        path = self.folder / f"step_{progress.step:06d}"
+        if not path.exists():
+            temporary = path.with_name(path.name + TEMPORARY)
+            accelerator.save_state(str(temporary))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                (temporary / STATE).write_text(json.dumps(asdict(progress)))
+                sync_folder(temporary)
+                temporary.rename(path)
+                sync_entry(self.folder)
+                self._prune()
+        elif accelerator.is_main_process:
+            write_atomically(path / STATE, lambda new: new.write_text(json.dumps(asdict(progress))))
+        accelerator.wait_for_everyone()
+
+    def read(self, path: Path) -> Progress:
+        """Return the progress of the checkpoint at `path`."""
+        return Progress(**json.loads((path / STATE).read_text()))
+
+    def _complete(self) -> list[Path]:
+        paths = [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+        return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
+
+    def _prune(self) -> None:
+        for path in self._complete()[: -self._keep]:
+            # renamed first, so that a kill in between leaves no half-deleted checkpoint behind
+            shutil.rmtree(path.rename(path.with_name(path.name + TEMPORARY)))
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path, sync it, rename it to `path`: a crash leaves the old file or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    sync_entry(temporary)
+    temporary.replace(path)
+    sync_entry(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until every file in `folder`, and the folder itself, is on disk."""
+    for path in folder.rglob("*"):
+        sync_entry(path)
+    sync_entry(folder)
+
+
+def sync_entry(path: Path) -> None:
+    """Wait until one file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

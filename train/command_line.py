@@ -1,0 +1,103 @@
+"""From YAML and the command line to a `RunConfig`.
+
+jsonargparse (the library litgpt uses) reads the YAML, applies `--section.key=value` on top and checks the types; it
+reads `1e-3` as a number, which PyYAML does not. Unknown keys are found here first, because its message does not name
+the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from heads.base import HeadConfig
+from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, require
+
+FROM_TARGET = frozenset(item.name for item in dataclasses.fields(HeadConfig))
+"""Fields of a head's config that no user sets."""
+
+
+def load_config(head: type[HeadConfig], argv: Sequence[str], description: str) -> RunConfig:
+    """Return the run that `argv` (`--config FILE` and `--section.key=value`) asks for; `--help` prints and exits.
+
+    Raises:
+        ConfigError: If a key is unknown, a value has the wrong type or makes no sense, or a required one is missing.
+    """
+    parser = _parser(head, description)
+    known = sorted(_known_keys(head))
+    for key in _keys_on_command_line(argv):
+        if key not in ("config", "help", "print_config", *SECTIONS, "head"):
+            _check_key(key, known, "on the command line")
+    for path in _config_files(argv):
+        for key in _keys_in_yaml(path):
+            _check_key(key, known, f"in {path}")
+    try:
+        values = parser.parse_args(list(argv))
+    except ArgumentError as error:
+        raise ConfigError(f"{error} (see --help)") from error
+    sections = {name: kind(**values[name].as_dict()) for name, kind in SECTIONS.items()}
+    return RunConfig(head=values["head"].as_dict(), precision=values["precision"], **sections)
+
+
+def _parser(head: type[HeadConfig], description: str) -> ArgumentParser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # argparse would put every one of the keys into the usage line
+    usage = f"accelerate launch {sys.argv[0]} --config FILE [--section.key=VALUE ...]"
+    parser = ArgumentParser(description=description, usage=usage, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file; keys given on the command line win over it")
+    parser.add_class_arguments(TargetConfig, "target")
+    parser.add_class_arguments(head, "head", skip=set(FROM_TARGET))
+    for name, kind in SECTIONS.items():
+        if name != "target":
+            parser.add_class_arguments(kind, name)
+    precision = Literal["float32", "bf16"]
+    text = "number format of the head's arithmetic; bf16 through autocast, weights stay float32"
+    parser.add_argument("--precision", type=precision, default="float32", help=text)
+    return parser
+
+
+def _known_keys(head: type[HeadConfig]) -> Iterator[str]:
+    yield "precision"
+    for section, kind in [*SECTIONS.items(), ("head", head)]:
+        for item in dataclasses.fields(kind):
+            if section != "head" or item.name not in FROM_TARGET:
+                yield f"{section}.{item.name}"
+
+
+def _keys_on_command_line(argv: Sequence[str]) -> Iterator[str]:
+    yield from (word[2:].partition("=")[0] for word in argv if word.startswith("--") and word != "--")
+
+
+def _config_files(argv: Sequence[str]) -> Iterator[Path]:
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--config" and Path(value if equals else following).is_file():
+            yield Path(value if equals else following)
+
+
+def _keys_in_yaml(path: Path) -> Iterator[str]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    require(isinstance(content, dict), f"{path} holds no sections; see configs/ for examples")
+    yield from (key for key, _ in flatten(content) if key not in (*SECTIONS, "head"))
+
+
+def _check_key(key: str, known: Sequence[str], where: str) -> None:
+    if key in known:
+        return
+    section, _, leaf = key.rpartition(".")
+    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]
+    near = elsewhere or difflib.get_close_matches(key, known, 1, 0.0)
+    valid = siblings if section and siblings else sorted({name.partition(".")[0] for name in known})
+    raise ConfigError(f"unknown key {key!r} {where}; did you mean {near[0]!r}? Valid here: {', '.join(valid)}")

@@ -1,0 +1,237 @@
+"""What a training run is made of: frozen dataclasses, which are the schema of the YAML files and of the command line.
+
+The `head` section holds the fields of the head's own config, without the sizes that come from the target, so that a new
+head needs no second schema. `command_line` reads all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A key that does not exist, a value of the wrong type, or a run that cannot go on with this config."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ConfigError(message)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The frozen model that is to be accelerated. accelerate chooses the device."""
+
+    name: str
+    """Name on the hub, or a folder."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Number format of the target's weights, and of the states it hands to the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the head is trained on: conversations whose answers the target wrote (python -m data.distill)."""
+
+    source: str
+    """JSONL or Parquet file, or a name on the hub, with conversations."""
+    eval_prompts: str | None = None
+    """File with the prompts of the evaluation. null: the last `eval.num_prompts` conversations of the source are kept
+    out of training and their prompts used."""
+    max_length: int = 2048
+    """Conversations are cut after this many tokens."""
+    limit: int | None = None
+    """Use only the first conversations of the source; null: all."""
+    feature_memory: float = 4.0
+    """GiB of memory, in each process, for the target's states. What fits is computed once, the rest in every epoch."""
+
+    def __post_init__(self) -> None:
+        require(self.max_length >= 2, f"data.max_length must be at least 2, got {self.max_length}")
+        require(self.limit is None or self.limit >= 1, f"data.limit must be null or at least 1, got {self.limit}")
+        require(self.feature_memory >= 0, f"data.feature_memory must not be negative, got {self.feature_memory}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule. Give either steps or epochs."""
+
+    lr: float = 1e-3
+    """Peak learning rate (1e-3: FasterDecoding/Medusa, scripts/train_vicuna_7b.sh)."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    warmup_steps: int = 0
+    """Optimiser steps over which the learning rate rises linearly to its peak."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: fall to zero along a cosine, or stay."""
+    steps: int | None = None
+    """Length of the run in optimiser steps."""
+    epochs: float | None = None
+    """Length of the run in passes over the data."""
+    batch_size: int = 16
+    """Conversations per optimiser step, over all processes and micro-batches."""
+    accumulation: int = 1
+    """Micro-batches per optimiser step. Changes the memory needed, not the step."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
+        require((self.steps is None) != (self.epochs is None), "set exactly one of optim.steps and optim.epochs")
+        length = self.epochs if self.steps is None else self.steps
+        require(length is not None and length > 0, f"optim.steps or optim.epochs must be above 0, got {length}")
+        require(self.warmup_steps >= 0, f"optim.warmup_steps must not be negative, got {self.warmup_steps}")
+        require(self.max_grad_norm >= 0, f"optim.max_grad_norm must not be negative, got {self.max_grad_norm}")
+        require(
+            self.accumulation >= 1 and self.batch_size >= 1 and self.batch_size % self.accumulation == 0,
+            f"optim.batch_size ({self.batch_size}) must be a multiple of optim.accumulation ({self.accumulation})",
+        )
+
+    def total_steps(self, num_samples: int) -> int:
+        """Return the number of optimiser steps on `num_samples` conversations."""
+        if self.steps is not None:
+            return self.steps
+        return math.ceil((self.epochs or 0) * num_samples / self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Where the run is kept and how often things happen. Periods are in optimiser steps, 0: not before the end."""
+
+    name: str
+    """The run lives in <dir>/<name>; the same name continues it."""
+    dir: str = "runs"
+    """Folder of all runs."""
+    seed: int = 0
+    """Seeds the order of the data and the head's random numbers."""
+    eval_every: int = 0
+    """Decode the evaluation prompts this often; always at the end."""
+    save_every: int = 100
+    """Write a checkpoint this often; also before each evaluation, on SIGTERM or Ctrl-C, and at the end."""
+    log_every: int = 1
+    """Write train/* to metrics.jsonl and the tracker this often."""
+    keep: int = 2
+    """Number of checkpoints kept, the newest."""
+    tracker: Literal["wandb", "tensorboard"] | None = None
+    """Where metrics go besides metrics.jsonl (WANDB_MODE=offline works)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.name not in ("", ".", "..") and Path(self.name).name == self.name,
+            f"run.name must be one folder name, got {self.name!r}",
+        )
+        for period in ("eval_every", "save_every"):
+            value = dataclasses.asdict(self)[period]
+            require(value >= 0, f"run.{period} must not be negative, got {value}; 0 means only at the end")
+        require(self.log_every >= 1, f"run.log_every must be at least 1, got {self.log_every}")
+        require(self.keep >= 1, f"run.keep must be at least 1, got {self.keep}")
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.dir) / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation by real decoding: held-out prompts with and without the head, greedy, one at a time."""
+
+    num_prompts: int = 8
+    """Number of prompts; 0: no evaluation."""
+    max_new_tokens: int = 64
+    """Tokens decoded for each prompt."""
+    tree: tuple[int, ...] = (3, 2, 1, 1)
+    """Children of each node at depth 1, 2, ...: the tree of eval/tokens_per_step, which `best/` is chosen by. A chain
+    is measured too. Depths beyond the head's are left out."""
+
+    def __post_init__(self) -> None:
+        require(self.num_prompts >= 0, f"eval.num_prompts must not be negative, got {self.num_prompts}")
+        require(bool(self.tree) and min(self.tree) >= 1, f"eval.tree needs numbers of at least 1, got {self.tree}")
+        require(self.max_new_tokens >= 2, f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    target: TargetConfig
+    head: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the head's config, without the sizes that come from the target."""
+    data: DataConfig
+    optim: OptimConfig
+    run: RunPlan
+    eval: EvalConfig
+    precision: Literal["float32", "bf16"] = "float32"
+    """Number format of the head's arithmetic; bf16 through accelerate's autocast, weights stay float32."""
+
+
+SECTIONS: Mapping[str, type] = {
+    "target": TargetConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "run": RunPlan,
+    "eval": EvalConfig,
+}
+MAY_CHANGE = frozenset(
+    {
+        *("optim.steps", "optim.epochs", "data.feature_memory"),
+        *("run.eval_every", "run.save_every", "run.log_every", "run.keep", "run.tracker"),
+    }
+)
+"""Keys that a run may be continued with another value of."""
+
+
+def flat(config: RunConfig) -> dict[str, object]:
+    """Return the config as `section.key` -> value, in plain YAML types."""
+    items: dict[str, object] = {}
+    for name, value in dataclasses.asdict(config).items():
+        pairs = value.items() if isinstance(value, Mapping) else [(None, value)]
+        items.update({name if key is None else f"{name}.{key}": _yaml_type(item) for key, item in pairs})
+    return items
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Return the whole config, defaults included, as YAML that `--config` reads back."""
+    nested: dict[str, Any] = {}
+    for key, value in flat(config).items():
+        section, _, name = key.rpartition(".")
+        if section:
+            nested.setdefault(section, {})[name] = value
+        else:
+            nested[name] = value
+    return str(yaml.safe_dump(nested, sort_keys=False))
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """Return a line for each key whose change would make a continued run differ from an uninterrupted one."""
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if key not in MAY_CHANGE and old.get(key) != new.get(key)
+    ]
+
+
+def read_flat(path: Path) -> dict[str, object]:
+    """Read back a file that holds `to_yaml`'s text, as `section.key` -> value."""
+    return dict(flatten(yaml.safe_load(path.read_text())))
+
+
+def flatten(content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield `section.key` and value of a nested mapping as read from YAML."""
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
+        else:
+            yield str(name), value
+
+
+def _yaml_type(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
