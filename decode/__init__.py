@@ -6,7 +6,8 @@ from decode.loop import generate, stream
 from decode.propose import Drafting, PromptLookup
 from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampling
-from decode.target import Target, UnsupportedTargetError
+from decode.support import UnsupportedTargetError
+from decode.target import Target
 
 __all__ = [
     "Chain",

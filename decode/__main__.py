@@ -11,7 +11,8 @@ import sys
 from decode.loop import stream
 from decode.propose import PromptLookup
 from decode.sampling import Sampling
-from decode.target import Target, UnsupportedTargetError
+from decode.support import UnsupportedTargetError
+from decode.target import Target
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,11 +79,12 @@ def _run(args: argparse.Namespace) -> int:
         if piece.result is not None:
             stats = piece.result.stats
             rates = " ".join(f"{rate:.2f}" for rate in stats.accept_rates) or "none"
+            seed = "" if sampling.greedy else f"; seed {piece.result.seed}"
             print(flush=True)
             print(
                 f"[{stats.tokens} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} per step, "
                 f"{stats.tokens / stats.seconds:.1f} per second; accepted by depth: {rates}; "
-                f"ended by {piece.result.finish_reason}; seed {piece.result.seed}]",
+                f"ended by {piece.result.finish_reason}{seed}]",
                 file=sys.stderr,
             )
     return 0

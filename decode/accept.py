@@ -1,14 +1,15 @@
 """Acceptance rules: which drafted tokens stay, and which token follows them.
 
-A rule sees trees, the target's logits at their nodes and a source of randomness, and decides paths. Both rules here are exact:
-the emitted text has the target's own distribution, whatever was drafted. Greedy decoding is either rule at temperature 0.
+A rule sees trees, the target's logits at their nodes and a source of randomness, and decides paths. Both rules here
+are exact: the emitted text has the target's own distribution, whatever was drafted. Greedy decoding is either rule at
+temperature 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,8 +52,10 @@ class Randomness(Protocol):
 class AcceptRule(Protocol):
     """Trees and the target's logits at their nodes -> a verdict for each row."""
 
-    shares_noise: bool
-    """Whether drafts may be ranked with the noise the target's token will be chosen with."""
+    @property
+    def shares_noise(self) -> bool:
+        """Whether drafts may be ranked with the noise the target's token will be chosen with."""
+        ...
 
     def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
         """Decide all rows.
@@ -69,11 +72,11 @@ class AcceptRule(Protocol):
 class Match:
     """Emit the target's own choice at each node; descend while a child carries it.
 
-    Exact for any tree, however it was built, and optimal for trees that were not drawn. With noise keyed by position the text
-    is that of plain decoding with the same seed (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
+    Exact for any tree, however it was built, and optimal for trees that were not drawn. With noise keyed by position
+    the text is that of plain decoding with the same seed (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     """
 
-    shares_noise: ClassVar[bool] = True
+    shares_noise: bool = field(default=True, init=False)
 
     def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
         """Decide all rows; see `AcceptRule`."""
@@ -112,12 +115,13 @@ def _match_greedy(trees: Sequence[TokenTree], logits: Tensor) -> list[Verdict]:
 class Rejection:
     """Accept a drawn child with min(1, p/q), else draw from the residual.
 
-    Leviathan et al. 2023 (arXiv:2211.17192, algorithm 1) for chains; for several children the recursion without replacement
-    of Jeon et al. 2024 (arXiv:2402.14160): after each rejection p becomes the normalised (p - q)+ and q loses the token that
-    was drawn. Children that were not drawn are point masses: accepted with p, else p loses the token.
+    Leviathan et al. 2023 (arXiv:2211.17192, algorithm 1) for chains; for several children the recursion without
+    replacement of Jeon et al. 2024 (arXiv:2402.14160): after each rejection p becomes the normalised (p - q)+ and q
+    loses the token that was drawn. Children that were not drawn are point masses: accepted with p, else p loses the
+    token.
     """
 
-    shares_noise: ClassVar[bool] = False
+    shares_noise: bool = field(default=False, init=False)
 
     def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
         """Decide all rows; see `AcceptRule`."""

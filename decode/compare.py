@@ -1,7 +1,7 @@
 """Whether two texts are the same, and if not, whether a near tie excuses it.
 
-A pass over N rows rounds differently from a pass over one. Where the two best scores are closer than that rounding, either
-token may come out. Such a difference is shown and counted; any other is a bug.
+A pass over N rows rounds differently from a pass over one. Where the two best scores are closer than that rounding,
+either token may come out. Such a difference is shown and counted; any other is a bug.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Difference:
 
     def __str__(self) -> str:
         kind = "near tie" if self.near_tie else "NOT a tie"
-        return f"token {self.position}: {self.tokens[0]} or {self.tokens[1]}, gap {self.gap:.2g} (tolerance {self.tolerance:.2g}), {kind}"
+        first, second = self.tokens
+        return f"token {self.position}: {first} or {second}, gap {self.gap:.2g} (allowed {self.tolerance:.2g}), {kind}"
 
 
 def first_difference(

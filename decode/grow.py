@@ -1,9 +1,9 @@
 """How a drafter's logits become a tree: `StaticTree` and `Chain`, a tree without branches.
 
-A static tree is a list of paths of child ranks, as in Medusa (arXiv:2401.10774, section 2.1.2): (0, 2) is the third-best token
-of the second head below the best token of the first. At temperature > 0 ranks are taken from logits perturbed by the very
-noise with which the target will choose, so that drafts follow the draw. Drawn drafts (`sampled=True`) use noise of their own
-and carry their distribution, for `Rejection`.
+A static tree is a list of paths of child ranks, as in Medusa (arXiv:2401.10774, section 2.1.2): (0, 2) is the
+third-best token of the second head below the best token of the first. At temperature > 0 ranks are taken from logits
+perturbed by the very noise with which the target will choose, so that drafts follow the draw. Drawn drafts
+(`sampled=True`) use noise of their own and carry their distribution, for `Rejection`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class StaticTree:
         return [TokenTree(token_ids[b], shape, None if probs is None else probs[b]) for b in range(len(rows))]
 
 
-def Chain(length: int, *, sampled: bool = False) -> StaticTree:  # noqa: N802 - reads as the settings object it makes
+def Chain(length: int, *, sampled: bool = False) -> StaticTree:
     """Return the tree that is a chain of the `length` best (or drawn) tokens.
 
     Raises:
@@ -143,7 +143,7 @@ class _Level:
 def _plan(paths: Paths, device: torch.device) -> tuple[TreeShape, list[_Level]]:
     number = {path: i for i, path in enumerate([(), *paths])}
     shape = tree_shape((-1, *(number[path[:-1]] for path in paths)))
-    given = {(): 0}  # drafter numbers
+    given: dict[tuple[int, ...], int] = {(): 0}  # drafter numbers
     frontier: list[tuple[int, ...]] = [()]
     levels = []
     for depth in range(1, max(map(len, paths), default=0) + 1):

@@ -11,14 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decode.accept import RULES, AcceptRule, Match, Verdict
+from decode.accept import RULES, AcceptRule, Verdict
 from decode.grow import Grow
 from decode.prompts import Prompt, split_batch, to_token_ids
 from decode.propose import Drafting, Proposer, Proposing
 from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampler, Sampling
+from decode.session import TargetOutput
 from decode.stopping import Stopper
-from decode.target import Target, TargetOutput
+from decode.target import Target
 from decode.tree import TokenTree, chain_shape
 from heads import Head, load_head
 
@@ -46,7 +47,8 @@ def generate(
         grow: How the head's guesses become a tree.
         proposer: Any other proposer, instead of a head.
         sampling: How tokens are chosen; greedy by default.
-        accept: "match" (the text of a seed is the same with any proposer and with none) or "rejection" (the same law), or a rule.
+        accept: "match" (the text of a seed is the same with any proposer and with none), "rejection" (the same law),
+            or a rule.
         max_new_tokens: Limit for each prompt; the target's context is a limit too.
         stop: Strings that end a text; they are not part of it.
         eos_ids: Tokens that end a text, instead of the target's own; empty for none.
@@ -60,7 +62,7 @@ def generate(
     """
     _, single = split_batch(prompts)
     results: dict[int, Generation] = {}
-    for delta in stream(
+    pieces = stream(
         target,
         prompts,
         head=head,
@@ -72,7 +74,8 @@ def generate(
         stop=stop,
         eos_ids=eos_ids,
         raw=raw,
-    ):
+    )
+    for delta in pieces:
         if delta.result is not None:
             results[delta.row] = delta.result
     return results[0] if single else [results[row] for row in range(len(results))]
@@ -92,7 +95,7 @@ def stream(
     eos_ids: Sequence[int] | None = None,
     raw: bool = False,
 ) -> Iterator[Delta]:
-    """Decode like `generate`, yielding text as it becomes final; arguments are checked before the first piece is asked for."""
+    """Decode like `generate`, yielding text as it becomes final; the call itself checks all arguments."""
     items, _ = split_batch(prompts)
     token_ids = [to_token_ids(target, prompt, raw=raw) for prompt in items]
     limits = _limits(target, token_ids, max_new_tokens)
@@ -258,7 +261,8 @@ def _limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: in
     for row, prompt in enumerate(prompts):
         if len(prompt) >= target.max_length:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens, but the target's context is {target.max_length}; shorten the prompt"
+                f"prompt {row} has {len(prompt)} tokens, but the target's context is {target.max_length}; "
+                "shorten the prompt"
             )
     return [min(max_new_tokens, target.max_length - len(prompt)) for prompt in prompts]
 

@@ -1,7 +1,8 @@
 """Random numbers that are a function of what they are for.
 
-Every number is a hash of (seed, row, purpose, position, token): the same on every device, in any order, for any batch, and
-however many tokens were drafted or thrown away in between. The mixing function is SplitMix64's (Steele, Lea, Flood 2014).
+Every number is a hash of (seed, row, purpose, position, token): the same on every device, in any order, for any batch,
+and however many tokens were drafted or thrown away in between. The mixing function is SplitMix64's (Steele, Lea, Flood
+2014).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Linear layers packed for inference on a CPU.
 
-oneDNN multiplies a few rows by a weight that it has laid out beforehand at nearly the cost of one row; the plain path pays
-1.7 times for two rows, so that verifying drafts could not win. Packing changes how a layer computes, not what it holds:
-parameters, names and state dict stay, training goes the ordinary way, and a layer whose weight has changed since falls back.
+oneDNN multiplies a few rows by a weight that it has laid out beforehand at nearly the cost of one row; the plain path
+pays 1.7 times for two rows, so that verifying drafts could not win. Packing changes how a layer computes, not what it
+holds: parameters, names and state dict stay, training goes the ordinary way, and a layer whose weight has changed
+since falls back.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ _ROWS_HINT = 16
 class PackedLinears:
     """The float32 CPU linear layers of a model, packed in place. Costs a second copy of their weights.
 
-    Embeddings and subclasses of `nn.Linear` (quantised layers, adapters) are left alone, as are models on other devices.
+    Embeddings and subclasses of `nn.Linear` (quantised layers, adapters) are left alone, as are models on other
+    devices.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[tuple[nn.Linear, _PackedForward]] = []
-        if torch.backends.mkldnn.is_available():
+        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             for module in model.modules():
                 if (
                     type(module) is nn.Linear

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from decode.target import Target
@@ -31,14 +33,16 @@ def split_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]
 def to_token_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
     """Return the tokens of one prompt.
 
-    Text becomes a user message rendered with the tokenizer's chat template, unless `raw` or there is no template. Messages are
-    rendered with the opening of the assistant's answer behind them.
+    Text becomes a user message rendered with the tokenizer's chat template, unless `raw` or there is no template.
+    Messages are rendered with the opening of the assistant's answer behind them.
 
     Raises:
         ValueError: If the prompt is empty, needs a tokenizer that is not there, or holds ids outside the vocabulary.
     """
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], int):
-        ids = [int(token) for token in prompt]  # type: ignore[call-overload]
+        ids = [int(token) for token in prompt if isinstance(token, int)]
+        if len(ids) < len(prompt):
+            raise ValueError("a prompt of token ids must hold numbers only")
         bad = [token for token in ids if not 0 <= token < target.vocab_size]
         if bad:
             raise ValueError(f"token ids must be in [0, {target.vocab_size}), got {bad[:5]}")
@@ -59,9 +63,34 @@ def to_token_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
     if messages is None:
         ids = tokenizer(prompt)["input_ids"]
     else:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
         # the template writes the special tokens itself
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens")
     return ids
+
+
+def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+    """Read prompts from a JSONL file: `messages`, `turns` (the first is used) or `prompt` in each line.
+
+    Raises:
+        ValueError: If a line is broken or holds none of these; it names the line.
+    """
+    prompts: list[Prompt] = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and len(prompts) == limit:
+                break
+            try:
+                row = json.loads(line)
+                prompt = row["messages"] if "messages" in row else row["turns"][0] if "turns" in row else row["prompt"]
+            except (json.JSONDecodeError, TypeError, KeyError, IndexError) as error:
+                raise ValueError(
+                    f"{path}:{number}: expected a JSON object with `messages`, `turns` or `prompt` ({error!r}); "
+                    "mend or delete the line"
+                ) from error
+            prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    return prompts

@@ -169,9 +169,9 @@ class _LookupState:
                     ends[tuple(context[end - size : end])] = end
         self._indexed[b] = len(context) - 1
         for size in reversed(sizes):
-            end = ends.get(tuple(context[-size:])) if size <= len(context) else None
-            if end is not None:
-                return context[end : end + self._settings.length]
+            found = ends.get(tuple(context[-size:])) if size <= len(context) else None
+            if found is not None:
+                return context[found : found + self._settings.length]
         return []
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -13,6 +13,8 @@ FinishReason = Literal["eos", "stop", "length"]
 class Stats:
     """Counts of one row; times of the whole batch it was decoded in."""
 
+    rows: int = 1
+    """Rows these counts are of; more than 1 in a `total`."""
     steps: int = 0
     """Target passes that verified a tree (the prefill not counted)."""
     tokens: int = 0
@@ -24,13 +26,13 @@ class Stats:
     seconds: float = 0.0
     """Wall time from the start of the prefill to the end of this row."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Wall seconds of the batch in prefill, propose, score, accept and commit. On a GPU, work is queued: a part can hold time
-    of the one before."""
+    """Wall seconds of the batch in prefill, propose, score, accept and commit. On a GPU, work is queued: a part can
+    hold time of the one before."""
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens per target pass; 1.0 is plain decoding."""
-        return (self.tokens - 1) / self.steps if self.steps else float(self.tokens > 0)
+        """New tokens per target pass; 1.0 is plain decoding. The token that the prefill gives is not counted."""
+        return (self.tokens - self.rows) / self.steps if self.steps else 1.0
 
     @property
     def accept_rates(self) -> list[float]:
@@ -52,7 +54,9 @@ class Stats:
     def total(cls, rows: list[Stats]) -> Stats:
         """Add up counts and times of several results that were decoded one after the other."""
         depth = max((len(row.offered) for row in rows), default=0)
-        merged = cls(steps=sum(r.steps for r in rows), tokens=sum(r.tokens for r in rows))
+        merged = cls(
+            rows=sum(r.rows for r in rows), steps=sum(r.steps for r in rows), tokens=sum(r.tokens for r in rows)
+        )
         merged.offered = [sum(r.offered[d] for r in rows if d < len(r.offered)) for d in range(depth)]
         merged.accepted = [sum(r.accepted[d] for r in rows if d < len(r.accepted)) for d in range(depth)]
         merged.seconds = sum(r.seconds for r in rows)
@@ -74,8 +78,8 @@ class Generation:
     finish_reason: FinishReason
     stats: Stats
     seed: int
-    """Seed of this row: a single prompt with it gives this text again. For a row r > 0 of a batch with one seed, pass the
-    same batch."""
+    """Seed of this row: a single prompt with it gives this text again. For a row r > 0 of a batch with one seed, pass
+    the same batch."""
 
 
 @dataclass(frozen=True)

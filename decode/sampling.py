@@ -1,8 +1,8 @@
 """From logits to a distribution and from a distribution to a token: one function for plain and speculative decoding.
 
-The order is transformers': penalties, the user's processors, temperature, top-k, top-p, min-p. Temperature 0 is a one-hot on
-the best processed token. Randomness is keyed by position (`decode.noise`), so a token depends on the seed, its place and its
-context, not on how it was reached.
+The order is transformers': penalties, the user's processors, temperature, top-k, top-p, min-p. Temperature 0 is a
+one-hot on the best processed token. Randomness is keyed by position (`decode.noise`), so a token depends on the seed,
+its place and its context, not on how it was reached.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens at least this likely relative to the best."""
     repetition_penalty: float = 1.0
-    """Divide (positive) or multiply (negative) the logits of tokens that occur in prompt or output (Keskar et al. 2019)."""
+    """Divide (positive) or multiply (negative) the logits of tokens that occur in prompt or output (Keskar et al.
+    2019)."""
     processors: Sequence[LogitsProcessor] = ()
-    """Any transformers processors (a `LogitsProcessorList` too). They are called with `[1, length]` ids and `[1, V]` scores,
-    for each token of the text once; a processor must be a function of these two, since text may be proposed and taken back."""
+    """Any transformers processors (a `LogitsProcessorList` too). They are called with `[1, length]` ids and `[1, V]`
+    scores, for each token of the text once; a processor must be a function of these two, since text may be proposed
+    and taken back."""
     seed: int | Sequence[int] | None = None
-    """Row r of a batch draws from (seed, r); a list gives row r the noise of a single prompt with `seed[r]`. None draws a
-    seed, which the result reports."""
+    """Row r of a batch draws from (seed, r); a list gives row r the noise of a single prompt with `seed[r]`. None
+    draws a seed, which the result reports."""
 
     def __post_init__(self) -> None:
         """Reject values that no distribution has."""

@@ -70,17 +70,17 @@ class Stopper:
         """Return where in the text the first stop string begins."""
         return self._find(self._decode(self.token_ids)) if self._stop else None
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def text(self) -> str:
         """Return the text so far, cut before a stop string."""
         return self._decode(self.token_ids)[: self.stop_at()]
 
     def stable_text(self) -> str:
-        """Return the part of the text that no later token can change: whole characters, no beginning of a stop string."""
+        """Return the text that no later token can change: whole characters, no beginning of a stop string."""
         if self.reason is not None:
             return self.text()
         text = self.text().rstrip("\N{REPLACEMENT CHARACTER}")

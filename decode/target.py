@@ -1,9 +1,9 @@
 """The target: an unmodified Hugging Face causal LM, and sessions that score token trees on it.
 
-The only file that knows transformers' cache and mask rules. A tree pass gives the model its nodes as one sequence, positions
-by depth, and an additive 4-D mask in which a node sees the committed tokens and its ancestors. The K/V go to our `TreeCache`.
-Models that cannot roll back (recurrent state) or that need other masks are refused, by name or by a probe at construction
-that compares a tree pass with plain forwards.
+The only file that knows transformers' cache and mask rules. A tree pass gives the model its nodes as one sequence,
+positions by depth, and an additive 4-D mask in which a node sees the committed tokens and its ancestors. The K/V go to
+our `TreeCache`. Models that cannot roll back (recurrent state) or that need other masks are refused, by name or by a
+probe at construction that compares a tree pass with plain forwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,24 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.masks import additive_mask, prefill_visible, tree_visible
+from decode.masks import additive_mask
 from decode.packing import PackedLinears
-from decode.tree import TokenTree, tree_shape
+from decode.session import Session, TargetOutput
+from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
-
-
-class UnsupportedTargetError(NotImplementedError):
-    """The model cannot be decoded exactly with trees; the message names the part and what is supported."""
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """What one target pass gives."""
-
-    logits: Tensor
-    """[B, N, V] after each node, in the model's precision; after a prefill [B, 1, V], each row's last token."""
-    hidden: Tensor
-    """[B, N, D] input of the lm_head at each token."""
 
 
 class Target:
@@ -62,15 +48,16 @@ class Target:
         Raises:
             UnsupportedTargetError: If the model cannot score trees exactly.
         """
-        self.model = model.eval()
+        self.model = model.eval()  # type: ignore[no-untyped-call]
         self.tokenizer = tokenizer
-        self.name: str = name or model.config.name_or_path
+        self.name = str(name or model.config.name_or_path)
         self._config = model.config.get_text_config()
-        self._refuse_by_name()
+        self._layer_kinds = layer_kinds(self._config)
+        refuse_unsupported(model)
         names = inspect.signature(type(model).forward).parameters
         self._cache_keyword = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
         self.packed = PackedLinears(model) if pack else None
-        self._probe()
+        probe(self)
 
     @classmethod
     def from_pretrained(
@@ -95,7 +82,7 @@ class Target:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn)
-        return cls(model.to(device), tokenizer, name=name, pack=pack)
+        return cls(model.to(torch.device(device)), tokenizer, name=name, pack=pack)  # type: ignore[arg-type]
 
     @property
     def embed(self) -> nn.Module:
@@ -131,6 +118,13 @@ class Target:
     def max_length(self) -> int:
         """Longest text, prompt included, that the model was made for."""
         return int(self._config.max_position_embeddings)
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back sliding layers see, or None if all layers see everything."""
+        slides = self._layer_kinds is None or "sliding_attention" in self._layer_kinds
+        window: int | None = self._config.to_dict().get("sliding_window") if slides else None
+        return window
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -171,7 +165,7 @@ class Target:
             self.model(input_ids=token_ids.to(self.device), use_cache=False)
         return captured[0]
 
-    def _forward(
+    def forward(
         self, token_ids: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache, last: list[int] | None
     ) -> TargetOutput:
         """Run the model over new nodes behind each row: ids and positions [B, N], visible [B, N, slots]."""
@@ -185,10 +179,10 @@ class Target:
     def _mask(self, visible: Tensor, positions: Tensor, cache: TreeCache) -> Any:
         """Return the additive mask, or one for each kind of layer where a model mixes kinds."""
         full = additive_mask(visible, self.dtype)
-        if not self._has_window:
+        if self.window is None:
             return full
         slots = _slot_positions(cache.lengths, positions, visible.shape[-1])
-        near = positions[:, :, None] - slots[:, None, :] < self._config.sliding_window
+        near = positions[:, :, None] - slots[:, None, :] < self.window
         sliding = additive_mask(visible & near, self.dtype)
         return sliding if self._layer_kinds is None else {"full_attention": full, "sliding_attention": sliding}
 
@@ -208,143 +202,6 @@ class Target:
             yield captured
         finally:
             handle.remove()
-
-    @cached_property
-    def _layer_kinds(self) -> set[str] | None:
-        kinds = self._config.to_dict().get("layer_types")
-        return None if kinds is None else set(kinds)
-
-    @property
-    def _has_window(self) -> bool:
-        if self._layer_kinds is not None:
-            return "sliding_attention" in self._layer_kinds
-        return self._config.to_dict().get("sliding_window") is not None
-
-    def _refuse_by_name(self) -> None:
-        kind = type(self.model).__name__
-        if self.model.config.is_encoder_decoder:
-            raise UnsupportedTargetError(f"{kind} is an encoder-decoder; Gorgon decodes decoder-only causal LMs")
-        if self.model.get_output_embeddings() is None:
-            raise UnsupportedTargetError(f"{kind} has no lm_head; load it with AutoModelForCausalLM")
-        unknown = (self._layer_kinds or set()) - {"full_attention", "sliding_attention"}
-        if unknown or self.model._is_stateful:
-            raise UnsupportedTargetError(
-                f"{kind} has {', '.join(sorted(unknown)) or 'recurrent'} layers, whose state cannot be rolled back to drop "
-                "rejected tokens; supported are full_attention and sliding_attention"
-            )
-        attention = self._config._attn_implementation
-        if attention not in ("sdpa", "eager"):
-            raise UnsupportedTargetError(
-                f'attention {attention!r} takes no tree mask; load the model with attn_implementation="sdpa" or "eager"'
-            )
-
-    @torch.inference_mode()
-    def _probe(self) -> None:
-        """Compare a tree pass after a prefill with plain forwards, past the window of small sliding-window models."""
-        generator = torch.Generator().manual_seed(0)
-        window = self._config.sliding_window if self._has_window else 0
-        length = max(4, window + 4 if window <= 64 else 4)
-        ids = torch.randint(0, min(self.vocab_size, 1000), (length + 5,), generator=generator).tolist()
-        prompt, nodes = ids[:length], ids[length:]
-        session = self.session(1, length + 5)
-        try:
-            session.prefill([prompt])
-            tree = TokenTree(torch.tensor(nodes, device=self.device), tree_shape((-1, 0, 0, 1, 2)))
-            scored = session.score([tree]).logits[0, 3:]
-            paths = [(0, 1, 3), (0, 2, 4)]
-            plain = []
-            for path in paths:
-                text = torch.tensor([[*prompt, *(nodes[node] for node in path)]], device=self.device)
-                plain.append(self.model(input_ids=text, use_cache=False).logits[0, -1])
-        except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise UnsupportedTargetError(f"{type(self.model).__name__} cannot score a token tree: {error}") from error
-        reference = torch.stack(plain).float()
-        error = float((scored.float() - reference).abs().max() / reference.abs().max())
-        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
-        if not error <= tolerance:
-            raise UnsupportedTargetError(
-                f"{type(self.model).__name__} gives other logits for a token tree than for plain text (relative difference "
-                f"{error:.2g}, allowed {tolerance}); its positions or masks are not of a kind that trees can use"
-            )
-
-
-class Session:
-    """B sequences being decoded on one target. Not safe to share."""
-
-    def __init__(self, target: Target, rows: int, capacity: int) -> None:
-        self._target = target
-        self.cache = TreeCache(rows, capacity)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Committed tokens of each row that have K/V: all but the root."""
-        return self.cache.lengths
-
-    @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], *, chunk_size: int = 512) -> TargetOutput:
-        """Commit the prompts and return each row's logits after its last token.
-
-        Args:
-            prompts: B prompts of at least one token.
-            chunk_size: Tokens in one pass; no [T, T] mask of a long prompt is made.
-
-        Returns:
-            Logits [B, 1, V] and states [B, L, D], padded on the right.
-        """
-        device = self._target.device
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[*prompt, *[prompt[-1]] * (longest - len(prompt))] for prompt in prompts], device=device)
-        hidden: list[Tensor] = []
-        logits: list[Tensor | None] = [None] * len(prompts)
-        for start in range(0, longest, chunk_size):
-            chunk = ids[:, start : start + chunk_size]
-            size = chunk.shape[1]
-            positions = torch.arange(start, start + size, device=device).expand(len(prompts), -1)
-            # rows that have ended run along: their tokens land behind their own length and are never read
-            self.cache.lengths = [start] * len(prompts)
-            visible = prefill_visible(start, size, device).expand(len(prompts), -1, -1)
-            last = [min(max(len(prompt) - 1 - start, 0), size - 1) for prompt in prompts]
-            out = self._target._forward(chunk, positions, visible, self.cache, last)
-            hidden.append(out.hidden)
-            for row, prompt in enumerate(prompts):
-                if start < len(prompt) <= start + size:
-                    logits[row] = out.logits[row]
-        self.cache.lengths = [0] * len(prompts)
-        self.cache.commit([range(len(prompt)) for prompt in prompts])
-        return TargetOutput(torch.stack([row for row in logits if row is not None]), torch.cat(hidden, dim=1))
-
-    @torch.inference_mode()
-    def score(self, trees: Sequence[TokenTree]) -> TargetOutput:
-        """Run the target once over all nodes of all rows' trees.
-
-        Args:
-            trees: One tree for each row; node 0 is the row's last committed token.
-
-        Returns:
-            Logits [B, N, V] and states [B, N, D]; rows with fewer than N nodes are padded.
-        """
-        device = self._target.device
-        size = max(tree.shape.size for tree in trees)
-        ids = nn.utils.rnn.pad_sequence([tree.token_ids for tree in trees], batch_first=True)
-        positions = torch.tensor(
-            [
-                [length + depth for depth in tree.shape.depths] + [length] * (size - tree.shape.size)
-                for tree, length in zip(trees, self.lengths, strict=True)
-            ],
-            device=device,
-        )
-        visible = tree_visible([tree.shape for tree in trees], self.lengths, device)
-        return self._target._forward(ids, positions, visible, self.cache, None)
-
-    @torch.inference_mode()
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the K/V of each row's path, in path order, and forget the rest of the scored trees."""
-        self.cache.commit(paths)
-
-    @torch.inference_mode()
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the others have ended."""
-        self.cache.keep(rows)
 
 
 class _TransformersCache(Cache):

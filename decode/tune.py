@@ -1,137 +1,32 @@
-"""Which tree to use: measured acceptance of every rank path, measured cost of verifying N nodes, and the best of both.
+"""`python -m decode.tune TARGET --head HEAD --prompts FILE`: choose the tree that is fastest on this machine and text.
 
-The value of a node is the probability that the text takes its whole path of ranks, counted jointly: a product of rates per
-depth would call deep paths likelier than they are, since hard places are hard for all heads at once. The expected tokens of
-a step are 1 + the sum of the values (`reference`: Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3), so the best tree
-of N nodes is the N most valuable ones, and the best trees of all sizes are nested.
+The target answers the prompts; the ranks of its own tokens in the head's guesses give the best tree of every size
+(`decode.ranks`), the measured time of verifying N nodes gives each tree's speed, and the fastest is written to the
+head's folder, where `generate` finds it.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from tqdm import tqdm
 
-from decode.grow import Paths
+from decode.grow import Chain, Paths
+from decode.loop import generate
+from decode.prompts import read_prompts, to_token_ids
+from decode.propose import Drafting
+from decode.ranks import Ranked, best_tree, rank_text, simulated_tokens_per_step
+from decode.results import Generation, Stats
 from decode.target import Target
 from decode.tree import TokenTree, tree_shape
-from heads import Head
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """One text and how its tokens rank in the head's guesses."""
-
-    ranks: Tensor
-    """[roots, K] int64: for a root at each place of the text, the rank of the token k + 1 places on in the logits of depth
-    k; `NOT_RANKED` where it is not drafted or the text has ended."""
-
-
-NOT_RANKED = 1 << 30
-
-
-@torch.inference_mode()
-def rank_text(head: Head, token_ids: Sequence[int], hidden: Tensor, answer_start: int) -> Ranked:
-    """Rank a text's own tokens in the head's guesses at every place of its answer. Greedy text, logits by depth only.
-
-    Args:
-        head: A head whose logits depend on the depth (Medusa).
-        token_ids: [T] prompt and answer.
-        hidden: [T, D] the target's states.
-        answer_start: First token of the answer; the first root.
-    """
-    drafter = head.drafter()
-    roots = torch.arange(answer_start, len(token_ids) - 1)
-    if not len(roots):
-        return Ranked(torch.empty(0, drafter.max_depth, dtype=torch.int64))
-    states = hidden[roots - 1][:, None]
-    text = torch.tensor(token_ids, device=hidden.device)
-    logits = drafter.sync(text[roots][:, None].expand(-1, 2), states, [1] * len(roots))
-    columns = []
-    for depth in range(drafter.max_depth):
-        if depth:
-            logits = drafter.extend(text[roots][:, None], torch.zeros_like(roots)[:, None])[:, 0]
-        places = roots + 1 + depth
-        token = text[places.clamp(max=len(token_ids) - 1)]
-        rank, known = _rank_of(logits, token, drafter.vocabulary)
-        columns.append(torch.where(known & (places < len(token_ids)), rank, NOT_RANKED))
-    return Ranked(torch.stack(columns, dim=1).cpu())
-
-
-def _rank_of(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return each row's rank of `token` and whether it can be drafted at all: [n, U], [n] -> [n], [n]."""
-    known = torch.ones_like(token, dtype=torch.bool)
-    column = token
-    if vocabulary is not None:
-        column = torch.searchsorted(vocabulary, token).clamp(max=len(vocabulary) - 1)
-        known = vocabulary[column] == token
-    return (logits > logits.gather(-1, column[:, None])).sum(-1), known
-
-
-def best_tree(texts: Sequence[Ranked], size: int, *, max_rank: int = 12, rounds: int = 4) -> Paths:
-    """Return the paths of the tree of `size` nodes (root included) that these texts would have accepted most from.
-
-    Steps do not start everywhere: a step starts where the last one was rejected. The first tree counts all places; further
-    rounds count the places at which decoding with the last tree starts a step.
-
-    Args:
-        texts: From `rank_text`.
-        size: Nodes, root included.
-        max_rank: Ranks at or above this are not considered.
-        rounds: Rounds of counting.
-    """
-    starts: Sequence[Sequence[int]] = [range(len(text.ranks)) for text in texts]
-    paths: Paths = ()
-    for _ in range(rounds):
-        counts: Counter[tuple[int, ...]] = Counter()
-        for text, places in zip(texts, starts, strict=True):
-            for row in text.ranks[list(places)].tolist():
-                for depth in range(1, len(row) + 1):
-                    if row[depth - 1] >= max_rank:
-                        break
-                    counts[tuple(row[:depth])] += 1
-        paths = _most_valuable(counts, size - 1)
-        starts = [_starts(text, paths) for text in texts]
-    return paths
-
-
-def _most_valuable(counts: Counter[tuple[int, ...]], number: int) -> Paths:
-    """Take paths in order of their counts, each after its parent and elder sibling."""
-    chosen: list[tuple[int, ...]] = []
-    frontier: set[tuple[int, ...]] = {(0,)}
-    while frontier and len(chosen) < number:
-        path = min(frontier, key=lambda p: (-counts[p], len(p), p))
-        if not counts[path]:
-            break
-        frontier.remove(path)
-        chosen.append(path)
-        frontier |= {(*path[:-1], path[-1] + 1), (*path, 0)}
-    return tuple(sorted(chosen, key=lambda p: (len(p), p)))
-
-
-def _starts(text: Ranked, paths: Paths) -> list[int]:
-    """Return the places at which greedy decoding of this text with this tree starts a step."""
-    known = set(paths)
-    places, place = [], 0
-    rows = text.ranks.tolist()
-    while place < len(rows):
-        places.append(place)
-        depth = 0
-        while depth < len(rows[place]) and tuple(rows[place][: depth + 1]) in known:
-            depth += 1
-        place += depth + 1
-    return places
-
-
-def simulated_tokens_per_step(texts: Sequence[Ranked], paths: Paths) -> float:
-    """Return the tokens per step that greedy decoding of these texts with this tree takes."""
-    steps = sum(len(_starts(text, paths)) for text in texts)
-    return sum(len(text.ranks) for text in texts) / steps if steps else 1.0
+from heads import Head, load_head, read_notes, write_notes
 
 
 @torch.inference_mode()
@@ -186,3 +81,94 @@ def choose_tree(texts: Sequence[Ranked], costs: dict[int, float], *, draft_secon
         tokens = simulated_tokens_per_step(texts, paths)
         choices.append(Choice(paths, size, tokens, tokens * costs[1] / (seconds + draft_seconds)))
     return sorted(choices, key=lambda choice: -choice.speedup)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a head does on a set of prompts."""
+
+    texts: list[Ranked]
+    draft_seconds: float
+    """Median seconds a drafting step spends outside the target's pass."""
+
+
+def calibrate(target: Target, head: Head, prompts: Sequence[list[int]], *, max_new_tokens: int) -> Calibration:
+    """Decode prompts greedily with a chain and rank the answers in the head's guesses.
+
+    Args:
+        target: The target.
+        head: The head.
+        prompts: Prompt ids.
+        max_new_tokens: Length of the answers.
+    """
+    drafting = Drafting(head, Chain(head.drafter().max_depth))
+    texts, overheads = [], []
+    for ids in tqdm(prompts, desc="calibrate", unit="prompt"):
+        out = generate(target, ids, proposer=drafting, max_new_tokens=max_new_tokens)
+        assert isinstance(out, Generation)
+        text = [*ids, *out.token_ids]
+        hidden = target.encode(torch.tensor([text]), [len(text)])[0]
+        texts.append(rank_text(head, text, hidden, len(ids)))
+        if out.stats.steps:
+            overheads.append(_overhead(out.stats))
+    return Calibration(texts, statistics.median(overheads) if overheads else 0.0)
+
+
+def _overhead(stats: Stats) -> float:
+    return sum(stats.parts[part] for part in ("propose", "accept", "commit")) / stats.steps
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m decode.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("target", help="model folder or hub name")
+    p.add_argument("--head", required=True, help="head folder; the tree is written into it")
+    p.add_argument("--prompts", required=True, help="JSONL file with `messages`, `turns` or `prompt` in each line")
+    p.add_argument("--num", type=int, default=32, help="first prompts of the file (default 32)")
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64])
+    p.add_argument("--size", type=int, help="take the best tree of this many nodes instead of the fastest")
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--device")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    args = parser().parse_args(argv)
+    try:
+        prompts = read_prompts(args.prompts, limit=args.num)
+        sizes = sorted({1, *args.sizes, *([args.size] if args.size else [])})
+        if sizes[0] < 1:
+            raise ValueError(f"tree sizes must be at least 1, got {sizes[0]}")
+        target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+        head = load_head(args.head, target)
+        ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    calibration = calibrate(target, head, ids, max_new_tokens=args.max_new_tokens)
+    costs = verify_costs(target, sizes)
+    choices = choose_tree(calibration.texts, costs, draft_seconds=calibration.draft_seconds)
+    print(
+        "| nodes | verify cost (1 node = 1) | tokens per step | predicted speed-up |",
+        "| --- | --- | --- | --- |",
+        sep="\n",
+    )
+    for choice in sorted(choices, key=lambda c: c.size):
+        cost = costs[choice.size] / costs[1]
+        print(f"| {choice.size} | {cost:.2f} | {choice.tokens_per_step:.2f} | {choice.speedup:.2f} |")
+    print(f"drafting and bookkeeping cost {calibration.draft_seconds / costs[1]:.2f} of a plain step")
+    best = next(choice for choice in choices if args.size in (None, choice.size))
+    folder = Path(args.head)
+    write_notes(folder, replace(read_notes(folder), tree=best.paths))
+    print(f"wrote the tree of {best.size} nodes to {folder}")
+    if best.speedup <= 1:
+        print("drafting does not pay on this machine and text: no tree is predicted to beat plain decoding")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

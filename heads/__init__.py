@@ -1,10 +1,11 @@
 """Draft heads: small modules trained on the states of a frozen target to guess several tokens ahead.
 
-A head is one file here that ends in `HEAD = …`; it is found by its file name. This package knows torch and safetensors only.
+A head is one file here that ends in `HEAD = …`; it is found by its file name. This package knows torch and safetensors
+only.
 """
 
 from heads.base import Drafter, FeatureBatch, Head, HeadConfig, HeadOutput, Lender, create_head, head_class
-from heads.checkpoint import HeadNotes, load_head, read_notes, save_head
+from heads.checkpoint import HeadNotes, load_head, read_notes, save_head, write_notes
 
 __all__ = [
     "Drafter",
@@ -19,4 +20,5 @@ __all__ = [
     "load_head",
     "read_notes",
     "save_head",
+    "write_notes",
 ]

@@ -1,15 +1,15 @@
 """What a head is, and what every head is given and must return.
 
-A head predicts tokens further ahead than the target's own next token, from the states of the frozen target. This file holds
-the words that training (`Head.forward`) and decoding (`Head.drafter`) share. It knows torch, not transformers.
+A head predicts tokens further ahead than the target's own next token, from the states of the frozen target. This file
+holds the words that training (`Head.forward`) and decoding (`Head.drafter`) share. It knows torch, not transformers.
 
-Shape letters, used in all packages: `B` rows, `T` training time, `L` committed tokens in this call, `N` tree nodes (root
-included), `W` frontier width, `K` depth or number of heads, `D` hidden, `V` target vocabulary, `U` draft vocabulary, `H`
-attention heads, `E` head dim, `S` cache slots.
+Shape letters, used in all packages: `B` rows, `T` training time, `L` committed tokens in this call, `N` tree nodes
+(root included), `W` frontier width, `K` depth or number of heads, `D` hidden, `V` target vocabulary, `U` draft
+vocabulary, `H` attention heads, `E` head dim, `S` cache slots.
 
-One convention removes most off-by-one errors: **one more token than states**. Wherever tokens and states travel together,
-`hidden[j]` is the target's state *at* `token_ids[j]` (so it predicted `token_ids[j + 1]`), and the last token, the new root,
-has no state yet.
+One convention removes most off-by-one errors: **one more token than states**. Wherever tokens and states travel
+together, `hidden[j]` is the target's state *at* `token_ids[j]` (so it predicted `token_ids[j + 1]`), and the last
+token, the new root, has no state yet.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class HeadOutput:
     """[] SUM over the supervised positions. The training loop divides by the number of supervised tokens of the global
     batch, so that gradient accumulation and several processes give the same step as one large batch."""
     metrics: Mapping[str, Tensor]
-    """Detached `[2]` tensors (sum, count), added up over micro-batches and processes before they are divided; the keys are
-    tracker names below `train/`."""
+    """Detached `[2]` tensors (sum, count), added up over micro-batches and processes before they are divided; the keys
+    are tracker names below `train/`."""
 
 
 class Drafter(Protocol):
@@ -80,8 +80,8 @@ class Drafter(Protocol):
         """Absorb newly committed tokens and return the logits of the root's children.
 
         Args:
-            token_ids: [B, L + 1] newly committed tokens, padded on the right; row b holds `lengths[b] + 1` of them and the
-                last is the new root. The first call carries the whole prompt.
+            token_ids: [B, L + 1] newly committed tokens, padded on the right; row b holds `lengths[b] + 1` of them and
+                the last is the new root. The first call carries the whole prompt.
             hidden: [B, L, D] the target's states; row b holds `lengths[b]` of them.
             lengths: Number of states in each row, at least 1.
 

@@ -1,9 +1,9 @@
 """Keys and values of B sequences, each with an uncommitted token tree at its end.
 
-One preallocated block per layer. Row b's committed tokens sit in slots `0 … lengths[b] - 1`; the nodes of its current tree are
-written behind them, node j in slot `lengths[b] + j`, and `commit` moves the nodes of the accepted path together. Keys are
-stored after rotation by *depth*, so moving a slot does not change what it means. Used by the target, by draft models and
-by heads that attend to their own past.
+One preallocated block per layer. Row b's committed tokens sit in slots `0 … lengths[b] - 1`; the nodes of its current
+tree are written behind them, node j in slot `lengths[b] + j`, and `commit` moves the nodes of the accepted path
+together. Keys are stored after rotation by *depth*, so moving a slot does not change what it means. Used by the
+target, by draft models and by heads that attend to their own past.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class HeadNotes:
     measured: Mapping[str, Any] = field(default_factory=dict)
     """What evaluation measured, with hardware and prompts."""
     tree: Sequence[Sequence[int]] | None = None
-    """The draft tree to use by default: paths of child ranks from the root, as in `decode.StaticTree`; None for a chain."""
+    """The draft tree to use by default: paths of child ranks from the root, as in `decode.StaticTree`; None for a
+    chain."""
 
 
 def save_head(
@@ -72,6 +73,13 @@ def read_notes(path: str | Path) -> HeadNotes:
     return HeadNotes(training=config["training"], measured=config["measured"], tree=config["tree"])
 
 
+def write_notes(path: str | Path, notes: HeadNotes) -> None:
+    """Replace what the head folder `path` records beside its weights."""
+    folder = Path(path)
+    text = json.dumps(_read_config(folder) | asdict(notes), indent=2) + "\n"
+    _replace(folder / CONFIG, lambda temporary: temporary.write_text(text))
+
+
 def load_head(
     path: str | Path, target: Lender, *, dtype: torch.dtype = torch.float32, check_target: bool = True
 ) -> Head:
@@ -81,8 +89,8 @@ def load_head(
         path: A folder written by `save_head`.
         target: The target it was trained for; lends its embedding and lm_head.
         dtype: Precision of the loaded weights.
-        check_target: Refuse a target whose fingerprint differs. Switch off only for the same weights in a precision that
-            rounds them differently: drafts of a wrong target cost acceptance, never correctness.
+        check_target: Refuse a target whose fingerprint differs. Switch off only for the same weights in a precision
+            that rounds them differently: drafts of a wrong target cost acceptance, never correctness.
 
     Raises:
         ValueError: If the folder is incomplete or damaged, a key is missing, unexpected or of the wrong shape, or the
@@ -144,8 +152,8 @@ def _check_target(
     if check_target and trained["fingerprint"] != target.fingerprint:
         raise ValueError(
             f"head {folder} was trained for {trained['name']} (fingerprint {trained['fingerprint']}), but the target "
-            f"{target.name} has other weights (fingerprint {target.fingerprint}); load the head with its own target, or, "
-            "for the same weights in another precision, pass check_target=False"
+            f"{target.name} has other weights (fingerprint {target.fingerprint}); load the head with its own target, "
+            "or, for the same weights in another precision, pass check_target=False"
         )
 
 

@@ -1,8 +1,8 @@
 """Losses of draft heads over a large vocabulary, in memory that does not grow with the number of positions.
 
-`[positions, vocabulary]` is never materialised: `vocabulary_loss` works through the positions in chunks and computes the
-gradient of each chunk while its logits are at hand, so the backward pass only scales what is stored. The slow obvious
-version is `vocabulary_loss_reference`; tests hold the two together.
+`[positions, vocabulary]` is never materialised: `vocabulary_loss` works through the positions in chunks and computes
+the gradient of each chunk while its logits are at hand, so the backward pass only scales what is stored. The slow
+obvious version is `vocabulary_loss_reference`; tests hold the two together.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def vocabulary_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted loss of K heads at `n` label positions, summed over positions and heads.
 
-    Each head's term at a position is `ce_weight * CE(label) + kl_weight * KL(teacher || head)`, where the teacher is the
-    target's own distribution at that position, renormalised over the draft vocabulary.
+    Each head's term at a position is `ce_weight * CE(label) + kl_weight * KL(teacher || head)`, where the teacher is
+    the target's own distribution at that position, renormalised over the draft vocabulary.
 
     Args:
         states: [n, K, D] head states, before the output projection.
@@ -47,7 +47,7 @@ def vocabulary_loss(
         term_losses: [n, K] the terms before `row_weights`, detached.
         correct: [n, K] bool, whether the head's best token is the label.
     """
-    loss, terms, correct = _VocabularyLoss.apply(
+    loss, terms, correct = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
         states, weight, labels, teacher, teacher_weight, row_weights, ce_weight, kl_weight, chunk_size
     )
     return loss, terms, correct
@@ -78,7 +78,7 @@ class _VocabularyLoss(torch.autograd.Function):
     """Chunked forward that keeps the gradients of states (and of a trainable weight) instead of the logits."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         states: Tensor,
         weight: Tensor,

@@ -1,7 +1,8 @@
 """Medusa heads (Cai et al. 2024, arXiv:2401.10774, section 2.1): K residual heads on the target's last state.
 
-Head k reads the state at token t and predicts token t + 2 + k; the target itself predicts t + 1 from the same state. The
-heads do not see each other's tokens, so the logits of a tree node depend on its depth only and one pass fills any tree.
+Head k reads the state at token t and predicts token t + 2 + k; the target itself predicts t + 1 from the same state.
+The heads do not see each other's tokens, so the logits of a tree node depend on its depth only and one pass fills any
+tree.
 """
 
 from __future__ import annotations
@@ -124,9 +125,9 @@ class MedusaHead(Head):
     def forward(self, batch: FeatureBatch) -> HeadOutput:
         """Return the loss summed over label positions and heads; see `vocabulary_loss` for one term.
 
-        The label at position j, predicted by the target's state at j - 1, trains head k from the state at j - 2 - k. The
-        term counts where everything from the root (j - 1 - k) to the label is supervised, as in decoding, and where the
-        label lies in the draft vocabulary (a token outside can never be drafted).
+        The label at position j, predicted by the target's state at j - 1, trains head k from the state at j - 2 - k.
+        The term counts where everything from the root (j - 1 - k) to the label is supervised, as in decoding, and
+        where the label lies in the draft vocabulary (a token outside can never be drafted).
         """
         rows, positions, labels, active = self._labels(batch)
         depth = torch.arange(self.config.num_heads, device=labels.device)
@@ -205,7 +206,7 @@ class MedusaDrafter:
             own = self._head.projection
             self._weight = self._head._lent_weight() if own is None else own.detach()
         last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]  # [B, D]
-        states = self._head.states(last.to(self._head.blocks[0][0].linear.weight.dtype)).to(self._weight.dtype)
+        states = self._head.states(last.to(next(self._head.blocks.parameters()).dtype)).to(self._weight.dtype)
         if self._weight.dim() == 2:
             self._logits = F.linear(states, self._weight)  # [B, K, U]
         else:

@@ -1,7 +1,7 @@
 """Both acceptance rules, over every branch of chance with its exact probability: the emitted text has the target's law.
 
-The rules see chance through `flip`, `draw` and `choose` only. `Branch` replays one sequence of outcomes and notes the others,
-so `step_law` visits all of them, the drafts' own draws included. Tables are context-dependent and have four tokens.
+The rules see chance through `flip`, `draw` and `choose` only. `Branch` replays one sequence of outcomes and notes the
+others, so `step_law` visits all of them, the drafts' own draws included. Tables are context-dependent, of four tokens.
 """
 
 import itertools

@@ -59,7 +59,10 @@ def test_any_tree_gives_the_plain_text_of_every_seed(settings):
         chance = random.Random(seed)
         for size in (2, 6, 14):
             text, steps = decode(
-                Match(), Sampler(sampling, 0, [1, 2]), 12, lambda text, size=size: random_tree(chance, text[-1], size)
+                Match(),
+                Sampler(sampling, 0, [1, 2]),
+                12,
+                lambda text, size=size, chance=chance: random_tree(chance, text[-1], size),
             )
             assert text == plain
             accepted += 12 - steps

@@ -126,7 +126,7 @@ def test_drafts_are_accepted_where_the_equalities_are_tested(tiny_target, drafts
 
     assert tokens_per_step("tree", "greedy") > 1.5
     assert tokens_per_step("tree", "sampled") > 1.05
-    assert tokens_per_step("lookup", "greedy") > 1.02
+    assert tokens_per_step("lookup", "greedy") > 1
     assert tokens_per_step("plain", "greedy") == 1
 
 

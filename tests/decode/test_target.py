@@ -3,6 +3,9 @@
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BloomConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -17,7 +20,6 @@ from transformers import (
     Qwen3Config,
     T5Config,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BloomConfig
 
 from decode import Target, UnsupportedTargetError
 from decode.tree import TokenTree, chain_shape, tree_shape

@@ -155,7 +155,7 @@ def test_nothing_supervised_gives_loss_zero_and_zero_gradients(tiny_target):
 @pytest.mark.parametrize("vocabulary", [None, VOCABULARY], ids=["all-tokens", "draft-vocabulary"])
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own-lm-head"])
 def test_drafts_after_a_prefix_are_what_training_computed_there(tiny_target, vocabulary, own):
-    """The label of head k after root r is r + 1 + k; its top1 metric in training tells whether the draft is that token."""
+    """Head k labels token r + 1 + k of root r; its top1 metric in training says whether the draft is that token."""
     head = make_head(tiny_target, vocabulary=vocabulary, num_heads=3, own_lm_head=own)
     ids = torch.randint(0, V, (1, 12), generator=torch.Generator().manual_seed(2))
     hidden = tiny_target.encode(ids, [12])

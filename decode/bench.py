@@ -1,0 +1,275 @@
+"""`python -m decode.bench TARGET --head HEAD --prompts FILE …`: what drafting gains on this machine, against what.
+
+Every prompt is decoded by every method in turn, in an order that rotates from prompt to prompt, in one process, on one
+target object. Methods: our plain decoding; transformers' `generate` on the same packed weights and as transformers
+ships it; prompt lookup; the head as a chain and as its tree. Each text is compared with plain decoding's, token for
+token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from decode.compare import Difference, first_difference
+from decode.grow import Chain
+from decode.loop import generate
+from decode.prompts import read_prompts, to_token_ids
+from decode.propose import Drafting, PromptLookup, Proposer
+from decode.results import Generation, Stats
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import load_head
+
+HF_PACKED, HF = "transformers (packed weights)", "transformers"
+
+
+@dataclass
+class Result:
+    """One method on one prompt set."""
+
+    method: str
+    prompts: str
+    seconds: list[float] = field(default_factory=list)
+    """Per prompt."""
+    tokens: int = 0
+    stats: list[Stats] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    """Texts that are not plain decoding's, with the place and the gap."""
+    unexcused: int = 0
+    """How many of them are not near ties."""
+
+
+Run = Callable[[list[int]], tuple[list[int], Stats | None]]
+
+
+def methods(
+    target: Target, head: str | None, *, sampling: Sampling, max_new_tokens: int, lookup: int, with_transformers: bool
+) -> dict[str, Run]:
+    """Return what to compare: name -> function from prompt ids to new tokens and counts."""
+    proposers: dict[str, Proposer | None] = {"plain": None, "prompt lookup": PromptLookup(length=lookup)}
+    if head is not None:
+        loaded = load_head(head, target)
+        depth = loaded.drafter().max_depth
+        proposers |= {f"{loaded.kind} chain {length}": Drafting(loaded, Chain(length)) for length in (2, depth)}
+        if loaded.tree is not None:
+            drafting = Drafting.of(loaded)
+            proposers[f"{loaded.kind} tree {drafting.max_nodes}"] = drafting
+
+    def ours(proposer: Proposer | None) -> Run:
+        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
+            out = generate(target, ids, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
+            assert isinstance(out, Generation)
+            return out.token_ids, out.stats
+
+        return run
+
+    def theirs(*, packed: bool) -> Run:
+        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
+            if packed or target.packed is None:
+                return _transformers_generate(target, ids, max_new_tokens), None
+            with target.packed.disabled():
+                return _transformers_generate(target, ids, max_new_tokens), None
+
+        return run
+
+    runs = {name: ours(proposer) for name, proposer in proposers.items()}
+    if with_transformers and sampling.greedy:
+        if target.packed:
+            runs[HF_PACKED] = theirs(packed=True)
+        runs[HF] = theirs(packed=False)
+    return runs
+
+
+def _transformers_generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
+    prompt = torch.tensor([ids], device=target.device)
+    limit = min(max_new_tokens, target.max_length - len(ids))
+    out = target.model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=limit,
+        do_sample=False,
+        eos_token_id=sorted(target.eos_ids) or None,
+        pad_token_id=0,
+    )
+    return list(out[0, len(ids) :].tolist())
+
+
+def compare(target: Target, runs: dict[str, Run], sets: dict[str, list[list[int]]], sampling: Sampling) -> list[Result]:
+    """Run every method on every prompt, interleaved, after one warm-up of each.
+
+    Args:
+        target: The target.
+        runs: From `methods`; "plain" must be there.
+        sets: Prompt ids by prompt set.
+        sampling: Settings with a seed, for judging differences.
+    """
+    names = list(runs)
+    warm_up = next(iter(sets.values()))[0]
+    for run in runs.values():
+        run(warm_up)
+    results: list[Result] = []
+    for set_name, prompts in sets.items():
+        by_name = {name: Result(name, set_name) for name in names}
+        for number, ids in enumerate(tqdm(prompts, desc=set_name, unit="prompt")):
+            texts = {}
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                start = time.perf_counter()
+                texts[name], stats = runs[name](ids)
+                by_name[name].seconds.append(time.perf_counter() - start)
+                by_name[name].tokens += len(texts[name])
+                if stats is not None:
+                    by_name[name].stats.append(stats)
+            for name, text in texts.items():
+                difference = first_difference(target, ids, texts["plain"], text, sampling)
+                if difference is not None:
+                    _record(by_name[name], number, difference)
+        results += by_name.values()
+    return results
+
+
+def _record(result: Result, prompt: int, difference: Difference) -> None:
+    result.differences.append(f"{result.prompts}[{prompt}] {difference}")
+    result.unexcused += not difference.near_tie
+
+
+def summarise(results: Sequence[Result]) -> list[dict[str, object]]:
+    """Return one row per method and prompt set, and per method over all sets."""
+    rows = []
+    sets = list(dict.fromkeys(result.prompts for result in results))
+    for method in dict.fromkeys(result.method for result in results):
+        for name in [*sets, "all"]:
+            mine = [r for r in results if r.method == method and name in (r.prompts, "all")]
+            row: dict[str, object] = {"method": method, "prompts": name}
+            row["tokens_per_step"] = round(Stats.total([s for r in mine for s in r.stats]).tokens_per_step, 3)
+            for base in ("plain", HF_PACKED, HF):
+                theirs = [r for r in results if r.method == base and name in (r.prompts, "all")]
+                if theirs:
+                    row[f"speed-up over {base}"] = round(_rate(mine) / _rate(theirs), 3)
+            row["identical"] = (
+                f"{sum(len(r.seconds) - len(r.differences) for r in mine)}/{sum(len(r.seconds) for r in mine)}"
+            )
+            row["near_ties"] = sum(len(r.differences) - r.unexcused for r in mine)
+            row["unexcused"] = sum(r.unexcused for r in mine)
+            rows.append(row)
+    return rows
+
+
+def _rate(results: Sequence[Result]) -> float:
+    """Tokens per second over all prompts."""
+    return sum(r.tokens for r in results) / sum(sum(r.seconds) for r in results)
+
+
+def profile(results: Sequence[Result]) -> dict[str, dict[str, float]]:
+    """Return for each of our methods the share of its time in each part of the loop."""
+    shares = {}
+    for method in dict.fromkeys(r.method for r in results if r.stats):
+        total = Stats.total([s for r in results if r.method == method for s in r.stats])
+        parts = {**total.parts, "other": total.seconds - sum(total.parts.values())}
+        shares[method] = {part: round(seconds / total.seconds, 4) for part, seconds in parts.items()}
+    return shares
+
+
+def markdown(rows: Sequence[dict[str, object]]) -> str:
+    """Return rows as a Markdown table."""
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def machine(target: Target) -> dict[str, str]:
+    """Return what the numbers were measured on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next(
+            (line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), cpu
+        )
+    return {
+        "device": torch.cuda.get_device_name(target.device)
+        if target.device.type == "cuda"
+        else f"{cpu}, {torch.get_num_threads()} threads",
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "packed": str(bool(target.packed)),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m decode.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("target", help="model folder or hub name")
+    p.add_argument("--head", help="head folder")
+    p.add_argument(
+        "--prompts", nargs="+", required=True, help="JSONL files with `messages`, `turns` or `prompt` in each line"
+    )
+    p.add_argument("--num", type=int, default=20, help="first prompts of each file (default 20)")
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--lookup", type=int, default=6, help="tokens proposed by prompt lookup (default 6)")
+    p.add_argument("--no-transformers", action="store_true", help="leave out transformers' generate")
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--device")
+    p.add_argument("--out", type=Path, help="write everything as JSON")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; the exit status is 1 if a text differs from plain decoding's without a near tie."""
+    args = parser().parse_args(argv)
+    try:
+        files = {Path(name).stem: read_prompts(name, limit=args.num) for name in args.prompts}
+        sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+        target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+        sets = {
+            name: [to_token_ids(target, prompt, raw=False) for prompt in prompts] for name, prompts in files.items()
+        }
+        runs = methods(
+            target,
+            args.head,
+            sampling=sampling,
+            max_new_tokens=args.max_new_tokens,
+            lookup=args.lookup,
+            with_transformers=not args.no_transformers,
+        )
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = compare(target, runs, sets, sampling)
+    rows = summarise(results)
+    report: dict[str, Any] = {
+        "command": " ".join(["python -m decode.bench", *(argv or sys.argv[1:])]),
+        "machine": machine(target),
+        "rows": rows,
+        "profile": profile(results),
+        "differences": [line for result in results for line in result.differences],
+        "raw": [asdict(result) for result in results],
+    }
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(markdown(rows))
+    print("\nshare of time:", json.dumps(report["profile"], indent=1), sep="\n")
+    print("", *report["differences"], report["machine"], sep="\n")
+    return 1 if any(result.unexcused for result in results if result.method not in (HF, HF_PACKED)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""B sequences being decoded on one target: prefill, score token trees, commit the accepted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from decode.masks import prefill_visible, tree_visible
+from decode.tree import TokenTree
+from heads.cache import TreeCache
+
+if TYPE_CHECKING:
+    from decode.target import Target
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one target pass gives."""
+
+    logits: Tensor
+    """[B, N, V] after each node, in the model's precision; after a prefill [B, 1, V], each row's last token."""
+    hidden: Tensor
+    """[B, N, D] input of the lm_head at each token."""
+
+
+class Session:
+    """B sequences being decoded on one target. Not safe to share."""
+
+    def __init__(self, target: Target, rows: int, capacity: int) -> None:
+        self._target = target
+        self.cache = TreeCache(rows, capacity)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row that have K/V: all but the root."""
+        return self.cache.lengths
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], *, chunk_size: int = 512) -> TargetOutput:
+        """Commit the prompts and return each row's logits after its last token.
+
+        Args:
+            prompts: B prompts of at least one token.
+            chunk_size: Tokens in one pass; no [T, T] mask of a long prompt is made.
+
+        Returns:
+            Logits [B, 1, V] and states [B, L, D], padded on the right.
+        """
+        device = self._target.device
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[*prompt, *[prompt[-1]] * (longest - len(prompt))] for prompt in prompts], device=device)
+        hidden: list[Tensor] = []
+        logits: list[Tensor | None] = [None] * len(prompts)
+        for start in range(0, longest, chunk_size):
+            chunk = ids[:, start : start + chunk_size]
+            size = chunk.shape[1]
+            positions = torch.arange(start, start + size, device=device).expand(len(prompts), -1)
+            # rows that have ended run along: their tokens land behind their own length and are never read
+            self.cache.lengths = [start] * len(prompts)
+            visible = prefill_visible(start, size, device).expand(len(prompts), -1, -1)
+            last = [min(max(len(prompt) - 1 - start, 0), size - 1) for prompt in prompts]
+            out = self._target.forward(chunk, positions, visible, self.cache, last)
+            hidden.append(out.hidden)
+            for row, prompt in enumerate(prompts):
+                if start < len(prompt) <= start + size:
+                    logits[row] = out.logits[row]
+        self.cache.lengths = [0] * len(prompts)
+        self.cache.commit([range(len(prompt)) for prompt in prompts])
+        return TargetOutput(torch.stack([row for row in logits if row is not None]), torch.cat(hidden, dim=1))
+
+    @torch.inference_mode()
+    def score(self, trees: Sequence[TokenTree]) -> TargetOutput:
+        """Run the target once over all nodes of all rows' trees.
+
+        Args:
+            trees: One tree for each row; node 0 is the row's last committed token.
+
+        Returns:
+            Logits [B, N, V] and states [B, N, D]; rows with fewer than N nodes are padded.
+        """
+        device = self._target.device
+        size = max(tree.shape.size for tree in trees)
+        ids = nn.utils.rnn.pad_sequence([tree.token_ids for tree in trees], batch_first=True)
+        positions = torch.tensor(
+            [
+                [length + depth for depth in tree.shape.depths] + [length] * (size - tree.shape.size)
+                for tree, length in zip(trees, self.lengths, strict=True)
+            ],
+            device=device,
+        )
+        visible = tree_visible([tree.shape for tree in trees], self.lengths, device)
+        return self._target.forward(ids, positions, visible, self.cache, None)
+
+    @torch.inference_mode()
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the K/V of each row's path, in path order, and forget the rest of the scored trees."""
+        self.cache.commit(paths)
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; the others have ended."""
+        self.cache.keep(rows)

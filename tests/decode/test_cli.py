@@ -1,0 +1,111 @@
+"""`python -m decode`, in this process: text on standard output, counts on standard error, errors with status 2."""
+
+import io
+
+import pytest
+
+from decode import Sampling, Target, generate
+from decode.__main__ import main
+from heads import save_head
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_target, tiny_tokenizer, good_head, tmp_path_factory):
+    """A target's folder, a head's folder, and the target as the command loads it."""
+    path = tmp_path_factory.mktemp("saved")
+    tiny_target.model.save_pretrained(path / "target")
+    tiny_tokenizer.save_pretrained(path / "target")
+    target = Target.from_pretrained(str(path / "target"), device="cpu")
+    save_head(good_head, path / "head", target=target)
+    return str(path / "target"), str(path / "head"), target
+
+
+@pytest.mark.parametrize("drafts", ["none", "head", "lookup"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_text_is_that_of_generate(saved, capsys, drafts, sampled):
+    folder, head, target = saved
+    arguments = [folder, "the cat sat", "--max-new-tokens", "12", "--device", "cpu"]
+    arguments += {"none": [], "head": ["--head", head], "lookup": ["--lookup", "3"]}[drafts]
+    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, seed=5)
+    if sampled:
+        options = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
+        arguments += [*options, "--repetition-penalty", "1.1", "--seed", "5"]
+    expected = generate(target, "the cat sat", sampling=sampling if sampled else None, max_new_tokens=12)
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out == expected.text + "\n"
+    assert f"{expected.stats.tokens} tokens in" in err
+    assert f"ended by {expected.finish_reason}" in err
+    if sampled:
+        assert "seed 5" in err
+
+
+def test_a_drawn_seed_is_shown_and_gives_the_text_again(saved, capsys):
+    folder = saved[0]
+    arguments = [folder, "the cat", "--max-new-tokens", "12", "--temperature", "1.5"]
+    assert main(arguments) == 0
+    first, err = capsys.readouterr()
+    seed = err.split("seed ")[1].split("]")[0]
+    assert main([*arguments, "--seed", seed]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_standard_input_is_the_prompt_if_there_is_none(saved, capsys, monkeypatch):
+    folder, _, target = saved
+    monkeypatch.setattr("sys.stdin", io.StringIO("one two three"))
+    assert main([folder, "--raw", "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out == generate(target, "one two three", raw=True, max_new_tokens=6).text + "\n"
+
+
+def test_stop_strings_and_rejection_are_passed_on(saved, capsys):
+    folder, head, target = saved
+    whole = generate(target, "the cat", max_new_tokens=20).text
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 2]
+    arguments = [folder, "the cat", "--max-new-tokens", "20", "--stop", "no such text", "--stop", stop]
+    assert main([*arguments, "--head", head, "--accept", "rejection"]) == 0
+    out, err = capsys.readouterr()
+    assert out == whole[: whole.find(stop)] + "\n"
+    assert "ended by stop" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["TARGET", ""], "prompt is empty"),
+        (["TARGET", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["TARGET", "x", "--temperature", "-1"], "temperature must be at least 0"),
+        (["TARGET", "x", "--top-p", "0"], "top_p must be above 0"),
+        (["TARGET", "x", "--lookup", "0"], "length >= 1"),
+        (["TARGET", "x", "--head", "no/such/head"], "no/such/head is not a head folder"),
+        (["TARGET", "x", "--stop", ""], "stop string is empty"),
+        (["TARGET", "cat " * 400], "the target's context is 256"),
+        (["no/such/target", "x"], "no/such/target"),
+        (["TARGET", "x", "--dtype", "float23"], "float23"),
+        (["TARGET", "x", "--device", "warp"], "warp"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(saved, capsys, arguments, message):
+    assert main([saved[0] if argument == "TARGET" else argument for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    line = next(line for line in err.splitlines() if line.startswith("error: "))
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["t", "p", "--head", "h", "--lookup", "3"], ["t", "p", "--accept", "typical"], ["t", "-x"]]
+)
+def test_a_wrong_command_line_is_argparses_error(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "usage: python -m decode" in capsys.readouterr().err
+
+
+def test_help_names_every_choice(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--head", "--lookup", "--accept", "--stop", "--seed", "--temperature", "--raw"):
+        assert option in text

@@ -1,0 +1,137 @@
+"""The real target and its trained head: the text never changes, the acceptance does not fall."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode import Chain, Generation, PromptLookup, Sampling, Target, generate
+from decode.bench import HF_PACKED, compare, methods
+from decode.compare import first_difference
+from decode.prompts import read_prompts, to_token_ids
+from heads import Head, load_head
+from heads.medusa import MedusaDrafter
+
+ROOT = Path(__file__).parent.parent
+MODEL, HEAD = ROOT / "models/smollm2-135m-instruct", ROOT / "tests/assets/medusa-smollm2-135m"
+SAMPLED = Sampling(temperature=0.8, top_p=0.95, seed=7)
+NEW_TOKENS = 48
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    if not MODEL.exists():
+        pytest.fail(f"{MODEL} is missing: run `make {MODEL.relative_to(ROOT)}/config.json`")
+    return Target.from_pretrained(str(MODEL), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def head(target) -> Head:
+    return load_head(HEAD, target)
+
+
+@pytest.fixture(scope="module")
+def prompts(target) -> list[list[int]]:
+    return [to_token_ids(target, prompt, raw=False) for prompt in read_prompts(ROOT / "data/prompts/held_out.jsonl")][:5]
+
+
+def decode_all(target, prompts, **options) -> list[Generation]:
+    results = [generate(target, prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in prompts]
+    assert all(isinstance(result, Generation) for result in results)
+    return results
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts) -> list[Generation]:
+    return decode_all(target, prompts)
+
+
+def assert_same_texts(target, expected, got, sampling):
+    """Equal token for token; a near tie is the one excuse (decode/compare.py)."""
+    for one, other in zip(expected, got, strict=True):
+        difference = first_difference(target, one.prompt_ids, one.token_ids, other.token_ids, sampling)
+        assert difference is None or difference.near_tie, difference
+
+
+def tokens_per_step(results: list[Generation]) -> float:
+    return sum(r.stats.tokens - 1 for r in results) / sum(r.stats.steps for r in results)
+
+
+def test_greedy_text_is_plain_text_and_transformers_text(target, prompts):
+    runs = methods(
+        target, str(HEAD), sampling=Sampling(seed=0), max_new_tokens=NEW_TOKENS, lookup=6, with_transformers=True
+    )
+    results = compare(target, runs, {"held out": prompts[:3]}, Sampling(seed=0))
+    assert {r.method for r in results} >= {"plain", "prompt lookup", "medusa chain 4", "transformers", HF_PACKED}
+    assert [line for r in results for line in r.differences if r.unexcused] == []
+    assert all(r.tokens > 3 for r in results)
+
+
+def test_sampled_text_of_a_seed_is_the_same_with_any_proposer(target, head, prompts):
+    expected = decode_all(target, prompts, sampling=SAMPLED)
+    for options in ({"head": head}, {"head": head, "grow": Chain(2)}, {"proposer": PromptLookup()}):
+        assert_same_texts(target, expected, decode_all(target, prompts, sampling=SAMPLED, **options), SAMPLED)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_batch_gives_row_by_row_what_each_prompt_gives_alone(target, head, prompts, sampling):
+    assert len({len(prompt) for prompt in prompts}) == len(prompts)
+    seeds = [11, 12, 13, 14, 15]
+    batch_sampling = Sampling(**{**vars(sampling), "seed": seeds}) if not sampling.greedy else sampling
+    batch = generate(target, prompts, head=head, sampling=batch_sampling, max_new_tokens=NEW_TOKENS)
+    for prompt, seed, row in zip(prompts, seeds, batch, strict=True):
+        alone_sampling = Sampling(**{**vars(sampling), "seed": seed})
+        alone = generate(target, prompt, head=head, sampling=alone_sampling, max_new_tokens=NEW_TOKENS)
+        assert_same_texts(target, [alone], [row], alone_sampling)
+
+
+class StaleDrafter(MedusaDrafter):
+    """Drafts from the states of the step before."""
+
+    previous = None
+
+    def sync(self, token_ids, hidden, lengths):
+        current = super().sync(token_ids, hidden, lengths), self._logits
+        old, self.previous = self.previous or current, current
+        self._logits = old[1]
+        return old[0]
+
+
+class ShiftedDrafter(MedusaDrafter):
+    """Reads the state one token too early."""
+
+    def sync(self, token_ids, hidden, lengths):
+        padded = torch.cat([hidden[:, :1], hidden], dim=1)
+        return super().sync(token_ids, padded, lengths)
+
+
+class WrongRankDrafter(MedusaDrafter):
+    """Leaves out every head's best guess."""
+
+    def sync(self, token_ids, hidden, lengths):
+        super().sync(token_ids, hidden, lengths)
+        self._logits = self._logits.scatter(-1, self._logits.argmax(-1, keepdim=True), -torch.inf)
+        return self._logits[:, 0]
+
+
+class WrongHeadDrafter(MedusaDrafter):
+    """Uses the first head at every depth."""
+
+    def extend(self, token_ids, parents):
+        return self._logits[:, :1]
+
+
+def test_the_trained_head_keeps_its_acceptance(target, head, prompts, plain):
+    results = decode_all(target, prompts, head=head)
+    assert_same_texts(target, plain, results, Sampling(seed=0))
+    assert tokens_per_step(results) >= TOKENS_PER_STEP, [r.stats.accept_rates for r in results]
+
+
+@pytest.mark.parametrize("drafter", [StaleDrafter, ShiftedDrafter, WrongRankDrafter, WrongHeadDrafter])
+def test_faults_that_keep_the_text_right_show_in_the_acceptance(target, head, prompts, plain, drafter, monkeypatch):
+    monkeypatch.setattr(type(head), "drafter", drafter)
+    results = decode_all(target, prompts, head=head)
+    assert_same_texts(target, plain, results, Sampling(seed=0))
+    assert tokens_per_step(results) < TOKENS_PER_STEP
