@@ -70,7 +70,7 @@ def first_difference(
     with torch.inference_mode():
         ids = torch.tensor([context], device=target.device)
         logits = target.model(input_ids=ids, use_cache=False).logits[0, -1]
-    sampler = Sampler(sampling.with_seed(row + 1), row, context)
+    sampler = Sampler(sampling.with_seed(1) if sampling.seed is None else sampling, row, context)
     scores = sampler.scores(logits, [])[0].double()
     if not sampling.greedy:
         everything = torch.arange(len(scores), device=scores.device)

@@ -38,8 +38,8 @@ class Grow(Protocol):
         ...
 
     @property
-    def sampled(self) -> bool:
-        """Whether children are drawn and carry their distribution."""
+    def width(self) -> int:
+        """Most children of one node."""
         ...
 
     def __call__(
@@ -84,6 +84,11 @@ class StaticTree:
     def size(self) -> int:
         """Nodes, root included."""
         return len(self.paths) + 1
+
+    @property
+    def width(self) -> int:
+        """Most children of one node."""
+        return 1 + max((path[-1] for path in self.paths), default=-1)
 
     def __call__(
         self, drafter: Drafter, logits: Tensor, roots: Tensor, rows: Sequence[Sampler], *, shared_noise: bool

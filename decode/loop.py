@@ -34,7 +34,7 @@ def generate(
     sampling: Sampling | None = None,
     accept: str | AcceptRule = "match",
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     raw: bool = False,
 ) -> Generation | list[Generation]:
@@ -91,7 +91,7 @@ def stream(
     sampling: Sampling | None = None,
     accept: str | AcceptRule = "match",
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     raw: bool = False,
 ) -> Iterator[Delta]:
@@ -102,6 +102,7 @@ def stream(
     sampling = (sampling or Sampling()).with_seed(len(items))
     proposer = _proposer(target, head, grow, proposer)
     rule = _rule(accept, proposer)
+    stop = [stop] if isinstance(stop, str) else stop
     eos = target.eos_ids if eos_ids is None else frozenset(eos_ids)
     rows = [
         _Row(i, Sampler(sampling, i, ids), Stopper(target.tokenizer, eos, stop, limit), Stats(), ids)
@@ -166,9 +167,13 @@ class _Decoding:
         with self._timed("commit"):
             self._session.commit([verdict.path for verdict in verdicts])
             committed, hidden, lengths = self._committed(trees, verdicts, out)
-        for row, tree, verdict in zip(self._rows, trees, verdicts, strict=True):
-            row.stats.count(len(verdict.path), had_children=bool(tree.shape.children[verdict.path[-1]]))
-        return self._emit(verdicts, committed, hidden, lengths)
+        rows = self._rows
+        before = [row.stats.tokens for row in rows]
+        deltas = self._emit(verdicts, committed, hidden, lengths)
+        for row, tree, (path, _), tokens in zip(rows, trees, verdicts, before, strict=True):
+            kept = path[: row.stats.tokens - tokens + 1]  # an end inside the block drops what was accepted behind it
+            row.stats.count(len(kept), had_children=kept == path and bool(tree.shape.children[path[-1]]))
+        return deltas
 
     def _propose(self) -> list[TokenTree]:
         if self._proposing is None:
@@ -277,12 +282,7 @@ def _proposer(
     if proposer is not None:
         raise ValueError("give a head or a proposer, not both")
     loaded = head if isinstance(head, Head) else load_head(head, target)
-    drafting = Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
-    if drafting.grow.depth > loaded.drafter().max_depth:
-        raise ValueError(
-            f"the tree is {drafting.grow.depth} deep, but the head drafts {loaded.drafter().max_depth} tokens"
-        )
-    return drafting
+    return Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
 
 
 def _rule(accept: str | AcceptRule, proposer: Proposer | None) -> AcceptRule:

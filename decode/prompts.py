@@ -7,21 +7,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from decode.target import Target
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages."""
+Prompt = str | Sequence[int] | Sequence[Message] | Tensor
+"""Text, token ids (a list or a 1-D tensor), or chat messages."""
 
 
 def split_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """Return the prompts as a list, and whether it was one prompt rather than a batch.
+    """Return the prompts as a list, and whether it was one prompt rather than a batch (a 2-D tensor is a batch).
 
     Raises:
         ValueError: If the batch is empty.
     """
     if isinstance(prompts, str):
         return [prompts], True
+    if isinstance(prompts, Tensor):
+        prompts = prompts.tolist()
     items: list[Any] = list(prompts)
     if items and isinstance(items[0], int | Mapping):
         return [items], True
@@ -39,6 +43,8 @@ def to_token_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
     Raises:
         ValueError: If the prompt is empty, needs a tokenizer that is not there, or holds ids outside the vocabulary.
     """
+    if isinstance(prompt, Tensor):
+        prompt = prompt.tolist()
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], int):
         ids = [int(token) for token in prompt if isinstance(token, int)]
         if len(ids) < len(prompt):

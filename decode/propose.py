@@ -47,11 +47,6 @@ class Proposer(Protocol):
         """Largest tree it proposes, root included."""
         ...
 
-    @property
-    def draws(self) -> bool:
-        """Whether drafts are drawn from a distribution they carry."""
-        ...
-
     def begin(self, rows: int, *, shared_noise: bool) -> Proposing:
         """Open the state of one session.
 
@@ -69,6 +64,17 @@ class Drafting:
     head: Head
     grow: Grow
 
+    def __post_init__(self) -> None:
+        """Reject trees that the head cannot fill."""
+        drafter = self.head.drafter()
+        columns = drafter.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
+        if self.grow.depth > drafter.max_depth:
+            raise ValueError(f"the tree is {self.grow.depth} deep, but the head drafts {drafter.max_depth} tokens")
+        if self.grow.width > columns:
+            raise ValueError(
+                f"a node has {self.grow.width} children, but the head's draft vocabulary has {columns} tokens"
+            )
+
     @classmethod
     def of(cls, head: Head) -> Drafting:
         """Use the tree that the head's folder recommends, or a chain of all the head can draft."""
@@ -80,11 +86,6 @@ class Drafting:
     def max_nodes(self) -> int:
         """Largest tree, root included."""
         return self.grow.size
-
-    @property
-    def draws(self) -> bool:
-        """Whether drafts are drawn."""
-        return self.grow.sampled
 
     def begin(self, rows: int, *, shared_noise: bool) -> _DraftingState:
         """Open a session; see `Proposer.begin`."""
@@ -131,11 +132,6 @@ class PromptLookup:
     def max_nodes(self) -> int:
         """Root and `length` tokens."""
         return self.length + 1
-
-    @property
-    def draws(self) -> bool:
-        """Looked-up tokens are point masses."""
-        return False
 
     def begin(self, rows: int, *, shared_noise: bool) -> _LookupState:
         """Open a session; see `Proposer.begin`."""

@@ -31,6 +31,9 @@ class Stopper:
         self._stop = tuple(stop)
         self._tail = max((len(text.encode()) for text in stop), default=0) + _MARGIN
         self.limit = limit
+        added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._visible: list[int] = []  # without special tokens, which have no text
         self.token_ids: list[int] = []
         self.reason: FinishReason | None = None
 
@@ -44,6 +47,8 @@ class Stopper:
         taken = 0
         for token in block:
             self.token_ids.append(token)
+            if token not in self._special:
+                self._visible.append(token)
             taken += 1
             self.reason = self._check(token)
             if self.reason is not None:
@@ -56,7 +61,7 @@ class Stopper:
         # a byte-level token holds at least one byte, so the tail covers every stop string that ends here
         if (
             self._stop
-            and self._find(self._decode(self.token_ids[-self._tail :])) is not None
+            and self._find(self._decode(self._visible[-self._tail :])) is not None
             and self.stop_at() is not None
         ):
             return "stop"

@@ -25,6 +25,8 @@ from decode.session import Session, TargetOutput
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class Target:
     """A causal LM and its tokenizer. Stateless but for weights: any number of sessions may share it."""
@@ -77,12 +79,16 @@ class Target:
             device: Where to put it; a GPU if there is one, else the CPU.
             attn: "sdpa" or "eager".
             pack: See `Target`.
+
+        Raises:
+            ValueError: If there is no such precision or device.
+            OSError: If there is no such model.
+            UnsupportedTargetError: See `Target`.
         """
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        place, precision = _device(device), _dtype(dtype)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn)
-        return cls(model.to(torch.device(device)), tokenizer, name=name, pack=pack)  # type: ignore[arg-type]
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, attn_implementation=attn)
+        return cls(model.to(place), tokenizer, name=name, pack=pack)  # type: ignore[arg-type]
 
     @property
     def embed(self) -> nn.Module:
@@ -202,6 +208,27 @@ class Target:
             yield captured
         finally:
             handle.remove()
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, but this torch sees no GPU; use cpu")
+    return place
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    known = {"auto": "auto"} | {str(d).removeprefix("torch."): d for d in _DTYPES}
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in known:
+        raise ValueError(f"unknown dtype {dtype!r}; use one of {', '.join(known)}")
+    return known[dtype]
 
 
 class _TransformersCache(Cache):

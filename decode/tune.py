@@ -140,9 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         prompts = read_prompts(args.prompts, limit=args.num)
-        sizes = sorted({1, *args.sizes, *([args.size] if args.size else [])})
-        if sizes[0] < 1:
-            raise ValueError(f"tree sizes must be at least 1, got {sizes[0]}")
+        sizes = sorted({1, *args.sizes, *([] if args.size is None else [args.size])})
+        if min([*args.sizes, *([] if args.size is None else [args.size])]) < 2:
+            raise ValueError("tree sizes must be at least 2 (the root and a draft); change --size or --sizes")
         target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
         head = load_head(args.head, target)
         ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     best = next(choice for choice in choices if args.size in (None, choice.size))
     folder = Path(args.head)
     write_notes(folder, replace(read_notes(folder), tree=best.paths))
-    print(f"wrote the tree of {best.size} nodes to {folder}")
+    print(f"wrote the tree of {len(best.paths) + 1} nodes to {folder}")
     if best.speedup <= 1:
         print("drafting does not pay on this machine and text: no tree is predicted to beat plain decoding")
     return 0

@@ -174,7 +174,11 @@ def head_class(kind: str) -> type[Head]:
         ValueError: If there is no such module, or it publishes no head.
     """
     name = kind if "." in kind else f"{__package__}.{kind}"
-    if importlib.util.find_spec(name) is None:
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        found = False
+    if not found:
         raise ValueError(f"unknown head type {kind!r}: there is no module {name}")
     module = importlib.import_module(name)
     head: type[Head] | None = vars(module).get("HEAD")

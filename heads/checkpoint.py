@@ -62,8 +62,8 @@ def save_head(
         "target": {"name": target.name, "fingerprint": target.fingerprint},
         **asdict(notes or HeadNotes()),
     }
+    text = json.dumps(config, indent=2) + "\n"  # before anything is replaced: notes may not be JSON
     _replace(folder / WEIGHTS, lambda temporary: save_file(state, temporary))
-    text = json.dumps(config, indent=2) + "\n"
     _replace(folder / CONFIG, lambda temporary: temporary.write_text(text))
 
 
@@ -105,7 +105,10 @@ def load_head(
         raise ValueError(
             f"{folder / CONFIG}: unknown fields {unknown} for head type {config['type']!r}; known: {sorted(known)}"
         )
-    head_config = kind.Config(**config["config"])
+    try:
+        head_config = kind.Config(**config["config"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG} does not describe a {config['type']} head: {error}") from error
     _check_target(folder, config["target"], head_config.hidden_size, head_config.vocab_size, target, check_target)
     weights = folder / WEIGHTS
     try:
@@ -128,13 +131,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{folder} is not a head folder: it has no {CONFIG}") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy or train the head again") from error
     needed = {"format", "type", "config", "target", "training", "measured", "tree"}
     if not isinstance(config, dict) or not needed <= set(config):
         raise ValueError(f"{path} is not a head written by Gorgon: expected the keys {sorted(needed)}")
+    target = config["target"]
+    if not isinstance(config["type"], str):
+        raise ValueError(f"{path}: `type` must name a head type, got {config['type']!r}")
+    if not isinstance(target, dict) or not {"name", "fingerprint"} <= set(target):
+        raise ValueError(f"{path}: `target` must hold the name and the fingerprint of a target, got {target!r}")
+    for key, kind in (("config", dict), ("training", dict), ("measured", dict)):
+        if not isinstance(config[key], kind):
+            raise ValueError(f"{path}: `{key}` must be a {kind.__name__}, got {config[key]!r}")
     if config["format"] != FORMAT:
         raise ValueError(f"{path} has format {config['format']}, this version reads {FORMAT}; update Gorgon")
     return config

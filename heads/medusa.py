@@ -43,8 +43,9 @@ class MedusaConfig(HeadConfig):
     def __post_init__(self) -> None:
         """Reject sizes that make no head."""
         for name in ("num_heads", "num_layers", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = vars(self)[name]
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size must be between 1 and the target's {self.vocab_size}, got {self.draft_vocab_size}; "
@@ -161,7 +162,8 @@ class MedusaHead(Head):
         runs = [mask]
         for k in range(self.config.num_heads):
             # supervised from k + 1 tokens before the label up to the label
-            shifted = F.pad(mask[:, : mask.shape[1] - k - 1], (k + 1, 0))
+            shifted = mask.roll(k + 1, dims=1)
+            shifted[:, : k + 1] = False
             runs.append(runs[-1] & shifted)
         active = torch.stack(runs[1:], dim=-1)  # [B, T, K]
         columns = batch.token_ids

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 MODEL, HEAD = ROOT / "models/smollm2-135m-instruct", ROOT / "tests/assets/medusa-smollm2-135m"
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, seed=7)
 NEW_TOKENS = 48
+TOKENS_PER_STEP = 1.5
+"""Bound between the trained head's acceptance on these prompts and that of any of the faults below."""
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +36,9 @@ def head(target) -> Head:
 
 @pytest.fixture(scope="module")
 def prompts(target) -> list[list[int]]:
-    return [to_token_ids(target, prompt, raw=False) for prompt in read_prompts(ROOT / "data/prompts/held_out.jsonl")][:5]
+    return [to_token_ids(target, prompt, raw=False) for prompt in read_prompts(ROOT / "data/prompts/held_out.jsonl")][
+        :5
+    ]
 
 
 def decode_all(target, prompts, **options) -> list[Generation]:

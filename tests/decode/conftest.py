@@ -74,7 +74,6 @@ class Scripted:
 
     propose: Callable[[list[int]], list[int] | tuple[list[int], tuple[int, ...]]]
     max_nodes: int = 12
-    draws: bool = False
 
     def begin(self, rows: int, *, shared_noise: bool) -> "Scripting":
         return Scripting(self)

@@ -86,7 +86,6 @@ def test_proposals_are_repeatable_and_sessions_apart():
     assert propose(state, rows) == propose(state, rows) == [[2, 1]]
     other = settings.begin(1, shared_noise=False)
     assert propose(other, rows_of([[1]])) == [[]]
-    assert not settings.draws
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,6 @@ def test_a_head_drafts_with_its_own_tree_or_a_chain_of_all_its_depths(tiny_head)
     tiny_head.tree = [[0], [1], [0, 0]]
     assert Drafting.of(tiny_head).grow == StaticTree(((0,), (1,), (0, 0)))
     assert Drafting.of(tiny_head).max_nodes == 4
-    assert not Drafting.of(tiny_head).draws
-    assert Drafting(tiny_head, Chain(2, sampled=True)).draws
     tiny_head.tree = [[1]]
     with pytest.raises(ValueError, match="elder sibling"):
         Drafting.of(tiny_head)
