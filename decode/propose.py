@@ -72,7 +72,7 @@ class Drafting:
             raise ValueError(f"the tree is {self.grow.depth} deep, but the head drafts {drafter.max_depth} tokens")
         if self.grow.width > columns:
             raise ValueError(
-                f"a node has {self.grow.width} children, but the head's draft vocabulary has {columns} tokens"
+                f"a node has {self.grow.width} children, but the head's vocabulary has {columns} tokens"
             )
 
     @classmethod

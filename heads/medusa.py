@@ -45,7 +45,7 @@ class MedusaConfig(HeadConfig):
         for name in ("num_heads", "num_layers", "chunk_size"):
             value = vars(self)[name]
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size must be between 1 and the target's {self.vocab_size}, got {self.draft_vocab_size}; "
