@@ -1,8 +1,8 @@
 """Exact decoding of a Hugging Face causal LM with drafted token trees."""
 
 from decode.accept import Match, Rejection
+from decode.generation import generate, stream
 from decode.grow import Chain, StaticTree
-from decode.loop import generate, stream
 from decode.propose import Drafting, PromptLookup
 from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampling

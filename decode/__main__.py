@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from decode.loop import stream
+from decode.generation import stream
 from decode.propose import PromptLookup
 from decode.sampling import Sampling
 from decode.support import UnsupportedTargetError

@@ -23,8 +23,8 @@ import transformers
 from tqdm import tqdm
 
 from decode.compare import Difference, first_difference
+from decode.generation import generate
 from decode.grow import Chain
-from decode.loop import generate
 from decode.prompts import read_prompts, to_token_ids
 from decode.propose import Drafting, PromptLookup, Proposer
 from decode.results import Generation, Stats
@@ -55,7 +55,7 @@ Run = Callable[[list[int]], tuple[list[int], Stats | None]]
 
 
 def methods(
-    target: Target, head: str | None, *, sampling: Sampling, max_new_tokens: int, lookup: int, with_transformers: bool
+    target: Target, head: str | None, *, sampling: Sampling, max_new_tokens: int, lookup: int
 ) -> dict[str, Run]:
     """Return what to compare: name -> function from prompt ids to new tokens and counts."""
     proposers: dict[str, Proposer | None] = {"plain": None, "prompt lookup": PromptLookup(length=lookup)}
@@ -85,11 +85,21 @@ def methods(
         return run
 
     runs = {name: ours(proposer) for name, proposer in proposers.items()}
-    if with_transformers and sampling.greedy:
+    if sampling.greedy:  # transformers draws from another stream: its sampled texts are not comparable
         if target.packed:
             runs[HF_PACKED] = theirs(packed=True)
         runs[HF] = theirs(packed=False)
     return runs
+
+
+def _select(runs: dict[str, Run], wanted: Sequence[str] | None) -> dict[str, Run]:
+    """Keep plain decoding and the methods whose names begin with one of `wanted`."""
+    if wanted is None:
+        return runs
+    unknown = [name for name in wanted if not any(run.startswith(name) for run in runs)]
+    if unknown:
+        raise ValueError(f"no method begins with {unknown}; there are {', '.join(runs)}")
+    return {name: run for name, run in runs.items() if name == "plain" or name.startswith(tuple(wanted))}
 
 
 def _transformers_generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
@@ -224,7 +234,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--lookup", type=int, default=6, help="tokens proposed by prompt lookup (default 6)")
-    p.add_argument("--no-transformers", action="store_true", help="leave out transformers' generate")
+    p.add_argument("--methods", nargs="+", help="only these besides plain, by the beginnings of their names")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device")
     p.add_argument("--out", type=Path, help="write everything as JSON")
@@ -247,8 +257,8 @@ def main(argv: list[str] | None = None) -> int:
             sampling=sampling,
             max_new_tokens=args.max_new_tokens,
             lookup=args.lookup,
-            with_transformers=not args.no_transformers,
         )
+        runs = _select(runs, args.methods)
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

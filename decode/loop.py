@@ -6,113 +6,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from decode.accept import RULES, AcceptRule, Verdict
-from decode.grow import Grow
-from decode.prompts import Prompt, split_batch, to_token_ids
-from decode.propose import Drafting, Proposer, Proposing
+from decode.accept import AcceptRule, Verdict
+from decode.propose import Proposer, Proposing
 from decode.results import Delta, Generation, Stats
-from decode.sampling import Sampler, Sampling
+from decode.sampling import Sampler
 from decode.session import TargetOutput
 from decode.stopping import Stopper
 from decode.target import Target
 from decode.tree import TokenTree, chain_shape
-from heads import Head, load_head
-
-
-def generate(
-    target: Target,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    head: Head | str | Path | None = None,
-    grow: Grow | None = None,
-    proposer: Proposer | None = None,
-    sampling: Sampling | None = None,
-    accept: str | AcceptRule = "match",
-    max_new_tokens: int = 256,
-    stop: str | Sequence[str] = (),
-    eos_ids: Sequence[int] | None = None,
-    raw: bool = False,
-) -> Generation | list[Generation]:
-    """Decode prompts, with drafts from a head or another proposer, or plainly. The output distribution is the target's.
-
-    Args:
-        target: The model.
-        prompts: Text, chat messages or token ids, or a list of these (one batch).
-        head: A head or its folder; its own tree is used unless `grow` is given.
-        grow: How the head's guesses become a tree.
-        proposer: Any other proposer, instead of a head.
-        sampling: How tokens are chosen; greedy by default.
-        accept: "match" (the text of a seed is the same with any proposer and with none), "rejection" (the same law),
-            or a rule.
-        max_new_tokens: Limit for each prompt; the target's context is a limit too.
-        stop: Strings that end a text; they are not part of it.
-        eos_ids: Tokens that end a text, instead of the target's own; empty for none.
-        raw: Take text prompts as they are, without the chat template.
-
-    Returns:
-        One result, or a list in the order of the batch.
-
-    Raises:
-        ValueError: If an argument cannot be honoured; nothing was decoded then.
-    """
-    _, single = split_batch(prompts)
-    results: dict[int, Generation] = {}
-    pieces = stream(
-        target,
-        prompts,
-        head=head,
-        grow=grow,
-        proposer=proposer,
-        sampling=sampling,
-        accept=accept,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        eos_ids=eos_ids,
-        raw=raw,
-    )
-    for delta in pieces:
-        if delta.result is not None:
-            results[delta.row] = delta.result
-    return results[0] if single else [results[row] for row in range(len(results))]
-
-
-def stream(
-    target: Target,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    head: Head | str | Path | None = None,
-    grow: Grow | None = None,
-    proposer: Proposer | None = None,
-    sampling: Sampling | None = None,
-    accept: str | AcceptRule = "match",
-    max_new_tokens: int = 256,
-    stop: str | Sequence[str] = (),
-    eos_ids: Sequence[int] | None = None,
-    raw: bool = False,
-) -> Iterator[Delta]:
-    """Decode like `generate`, yielding text as it becomes final; the call itself checks all arguments."""
-    items, _ = split_batch(prompts)
-    token_ids = [to_token_ids(target, prompt, raw=raw) for prompt in items]
-    limits = _limits(target, token_ids, max_new_tokens)
-    sampling = (sampling or Sampling()).with_seed(len(items))
-    proposer = _proposer(target, head, grow, proposer)
-    rule = _rule(accept, proposer)
-    stop = [stop] if isinstance(stop, str) else stop
-    eos = target.eos_ids if eos_ids is None else frozenset(eos_ids)
-    rows = [
-        _Row(i, Sampler(sampling, i, ids), Stopper(target.tokenizer, eos, stop, limit), Stats(), ids)
-        for i, (ids, limit) in enumerate(zip(token_ids, limits, strict=True))
-    ]
-    return _Decoding(target, rows, proposer, rule).run()
 
 
 @dataclass
-class _Row:
+class Row:
     """One prompt being decoded."""
 
     index: int
@@ -124,10 +33,22 @@ class _Row:
     """Characters of the text already yielded."""
 
 
-class _Decoding:
+class Decoding:
     """The state of one call: rows still running, the session, the proposer's state."""
 
-    def __init__(self, target: Target, rows: list[_Row], proposer: Proposer | None, rule: AcceptRule) -> None:
+    def __init__(
+        self, target: Target, rows: list[Row], proposer: Proposer | None, rule: AcceptRule, *, live: bool
+    ) -> None:
+        """Open the session.
+
+        Args:
+            target: The target.
+            rows: The prompts, in the order of the batch.
+            proposer: Where trees come from; None for plain decoding.
+            rule: Which nodes of a tree stay.
+            live: Whether every delta carries its text, or only the last one of a row.
+        """
+        self._live = live
         self._rows = rows
         self._rule = rule
         self._device = target.device
@@ -183,7 +104,7 @@ class _Decoding:
         # a path of depth d emits d + 1 tokens: deeper nodes could only be thrown away
         return [_cut(tree, row.stopper.remaining - 1) for row, tree in zip(self._rows, trees, strict=True)]
 
-    def _root_tree(self, row: _Row) -> TokenTree:
+    def _root_tree(self, row: Row) -> TokenTree:
         return TokenTree(torch.tensor(row.sampler.context[-1:], device=self._device), chain_shape(1))
 
     def _committed(
@@ -232,10 +153,10 @@ class _Decoding:
                 self._proposing.keep(running)
         self._rows = [self._rows[b] for b in running]
 
-    def _delta(self, row: _Row, taken: list[int]) -> Delta:
-        text = row.stopper.stable_text()
-        piece, row.sent = text[row.sent :], max(row.sent, len(text))
+    def _delta(self, row: Row, taken: list[int]) -> Delta:
         reason = row.stopper.reason
+        text = row.stopper.stable_text() if self._live or reason is not None else ""
+        piece, row.sent = text[row.sent :], max(row.sent, len(text))
         if reason is None:
             return Delta(row.index, piece, taken, None)
         row.stats.seconds = time.perf_counter() - self._start
@@ -257,37 +178,3 @@ def _cut(tree: TokenTree, depth: int) -> TokenTree:
     shape = tree.shape.prefix(depth)
     probs = None if tree.draft_probs is None else tree.draft_probs[: shape.size]
     return TokenTree(tree.token_ids[: shape.size], shape, probs)
-
-
-def _limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
-    """Return how many tokens each row may take."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    for row, prompt in enumerate(prompts):
-        if len(prompt) >= target.max_length:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens, but the target's context is {target.max_length}; "
-                "shorten the prompt"
-            )
-    return [min(max_new_tokens, target.max_length - len(prompt)) for prompt in prompts]
-
-
-def _proposer(
-    target: Target, head: Head | str | Path | None, grow: Grow | None, proposer: Proposer | None
-) -> Proposer | None:
-    if head is None:
-        if grow is not None:
-            raise ValueError("grow shapes the drafts of a head, but no head was given")
-        return proposer
-    if proposer is not None:
-        raise ValueError("give a head or a proposer, not both")
-    loaded = head if isinstance(head, Head) else load_head(head, target)
-    return Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
-
-
-def _rule(accept: str | AcceptRule, proposer: Proposer | None) -> AcceptRule:
-    if not isinstance(accept, str):
-        return accept
-    if accept not in RULES:
-        raise ValueError(f"accept must be one of {sorted(RULES)} or a rule, got {accept!r}")
-    return RULES[accept]

@@ -71,9 +71,7 @@ class Drafting:
         if self.grow.depth > drafter.max_depth:
             raise ValueError(f"the tree is {self.grow.depth} deep, but the head drafts {drafter.max_depth} tokens")
         if self.grow.width > columns:
-            raise ValueError(
-                f"a node has {self.grow.width} children, but the head's vocabulary has {columns} tokens"
-            )
+            raise ValueError(f"a node has {self.grow.width} children, but the head's vocabulary has {columns} tokens")
 
     @classmethod
     def of(cls, head: Head) -> Drafting:

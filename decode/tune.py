@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from decode.generation import generate
 from decode.grow import Chain, Paths
-from decode.loop import generate
 from decode.prompts import read_prompts, to_token_ids
 from decode.propose import Drafting
 from decode.ranks import Ranked, best_tree, rank_text, simulated_tokens_per_step

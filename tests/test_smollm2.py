@@ -36,9 +36,8 @@ def head(target) -> Head:
 
 @pytest.fixture(scope="module")
 def prompts(target) -> list[list[int]]:
-    return [to_token_ids(target, prompt, raw=False) for prompt in read_prompts(ROOT / "data/prompts/held_out.jsonl")][
-        :5
-    ]
+    held_out = read_prompts(ROOT / "data/prompts/held_out.jsonl", limit=5)
+    return [to_token_ids(target, prompt, raw=False) for prompt in held_out]
 
 
 def decode_all(target, prompts, **options) -> list[Generation]:
@@ -64,9 +63,7 @@ def tokens_per_step(results: list[Generation]) -> float:
 
 
 def test_greedy_text_is_plain_text_and_transformers_text(target, prompts):
-    runs = methods(
-        target, str(HEAD), sampling=Sampling(seed=0), max_new_tokens=NEW_TOKENS, lookup=6, with_transformers=True
-    )
+    runs = methods(target, str(HEAD), sampling=Sampling(seed=0), max_new_tokens=NEW_TOKENS, lookup=6)
     results = compare(target, runs, {"held out": prompts[:3]}, Sampling(seed=0))
     assert {r.method for r in results} >= {"plain", "prompt lookup", "medusa chain 4", "transformers", HF_PACKED}
     assert [line for r in results for line in r.differences if r.unexcused] == []

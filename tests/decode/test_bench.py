@@ -1,0 +1,87 @@
+"""The benchmark compares every text with plain decoding's, and says so when one differs."""
+
+import json
+
+import pytest
+import torch
+
+from decode import Sampling, generate
+from decode.bench import HF_PACKED, Result, _select, compare, main, methods, profile, summarise
+from decode.results import Stats
+from heads import HeadNotes, save_head
+
+
+@pytest.fixture
+def folder(tiny_target, tiny_head, tmp_path):
+    save_head(tiny_head, tmp_path / "head", target=tiny_target, notes=HeadNotes(tree=((0,), (1,), (0, 0))))
+    return tmp_path / "head"
+
+
+def test_all_methods_give_plain_text_and_are_counted(tiny_target, folder):
+    sampling = Sampling(seed=0)
+    runs = methods(tiny_target, str(folder), sampling=sampling, max_new_tokens=12, lookup=3)
+    assert list(runs) == [
+        *("plain", "prompt lookup", "medusa chain 2", "medusa chain 3", "medusa tree 4"),
+        "transformers",  # float64 layers are not packed, so there is one way to run it
+    ]
+    sets = {"a": [[5, 6, 7], [8, 9]], "b": [[10, 11, 12, 13]]}
+    results = compare(tiny_target, runs, sets, sampling)
+    rows = summarise(results)
+    assert len(rows) == len(runs) * 3
+    assert all(row["unexcused"] == row["near_ties"] == 0 for row in rows)
+    everything = [row for row in rows if row["prompts"] == "all"]
+    assert all(row["identical"] == "3/3" for row in everything)
+    plain = everything[0]
+    assert plain["tokens_per_step"] == 1.0
+    assert plain["speed-up over plain"] == 1.0
+    for shares in profile(results).values():
+        assert sum(shares.values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_wrong_text_is_reported_and_not_excused(tiny_target):
+    def right(ids):
+        out = generate(tiny_target, ids, max_new_tokens=6)
+        return out.token_ids, out.stats
+
+    def wrong(ids):
+        tokens, stats = right(ids)
+        return [*tokens[:2], (tokens[2] + 1) % 320, *tokens[3:]], stats
+
+    results = compare(tiny_target, {"plain": right, "wrong": wrong}, {"a": [[5, 6, 7]]}, Sampling(seed=0))
+    assert [result.unexcused for result in results] == [0, 1]
+    assert "token 2" in results[1].differences[0]
+    assert "NOT a tie" in results[1].differences[0]
+
+
+def test_rates_are_over_all_tokens_and_seconds():
+    slow = Result("plain", "a", seconds=[2.0, 2.0], tokens=8, stats=[Stats(tokens=4, steps=3, seconds=2.0)] * 2)
+    fast = Result("fast", "a", seconds=[1.0, 1.0], tokens=8, stats=[Stats(tokens=4, steps=1, seconds=1.0)] * 2)
+    rows = summarise([slow, fast])
+    assert [(row["tokens_per_step"], row["speed-up over plain"]) for row in rows] == [(1, 1), (1, 1), (3, 2), (3, 2)]
+    assert HF_PACKED not in str(rows)
+
+
+def test_methods_are_chosen_by_the_beginnings_of_their_names():
+    runs = dict.fromkeys(("plain", "prompt lookup", "medusa chain 2", "medusa tree 4"))
+    assert list(_select(runs, None)) == list(runs)
+    assert list(_select(runs, ["medusa tree", "prompt"])) == ["plain", "prompt lookup", "medusa tree 4"]
+    with pytest.raises(ValueError, match="no method begins with"):
+        _select(runs, ["eagle"])
+
+
+def test_the_command_writes_its_numbers_and_refuses_bad_input(tiny_target, tiny_tokenizer, tmp_path, capsys):
+    model = tmp_path / "target"
+    tiny_target.model.save_pretrained(model)
+    tiny_tokenizer.save_pretrained(model)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n{"turns": ["one two"]}\n')
+    arguments = [str(model), "--prompts", str(prompts), "--max-new-tokens", "8", "--device", "cpu"]
+    assert main([*arguments, "--out", str(tmp_path / "out" / "bench.json")]) == 0
+    report = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert report["command"].startswith("python -m decode.bench")
+    assert report["machine"]["torch"] == torch.__version__
+    assert {row["method"] for row in report["rows"]} == {"plain", "prompt lookup", "transformers"}
+    assert "| plain |" in capsys.readouterr().out
+    prompts.write_text('{"prompt": "the cat"}\n{"prompt": \n')
+    assert main(arguments) == 2
+    assert "prompts.jsonl:2" in capsys.readouterr().err
