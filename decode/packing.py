@@ -49,6 +49,11 @@ class PackedLinears:
         for module, _ in self._layers:
             vars(module).pop("forward", None)
 
+    def repack(self) -> None:
+        """Pack the present weights. Needed after edits through `.data`, which torch does not count as changes."""
+        for _, packed in self._layers:
+            packed.pack()
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Compute unpacked within the block."""
@@ -63,14 +68,21 @@ class _PackedForward:
     """Replaces `nn.Linear.forward` of one layer."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        # the parameters, not the layer: a reference to the layer from its own attribute would be a cycle
-        self._weight, self._bias = linear.weight, linear.bias
-        self._version = linear.weight._version
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+        self._linear = linear
+        self.pack()
+
+    def pack(self) -> None:
+        """Lay out the layer's present weight."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._linear.weight.detach(), _ROWS_HINT)
+        self._state = self._weight_state()
+
+    def _weight_state(self) -> tuple[int, int, torch.device]:
+        weight = self._linear.weight
+        return weight.data_ptr(), weight._version, weight.device
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if torch.is_grad_enabled() or self._weight._version != self._version or x.dtype != torch.float32:
-            return nn.functional.linear(x, self._weight, self._bias)
-        bias = None if self._bias is None else self._bias.detach()
+        weight, bias = self._linear.weight, self._linear.bias
+        if torch.is_grad_enabled() or x.dtype != torch.float32 or self._weight_state() != self._state:
+            return nn.functional.linear(x, weight, bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from torch import Tensor
 
 from decode.target import Target
@@ -64,12 +65,18 @@ def to_token_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
             messages = [{"role": "user", "content": prompt}]
     else:
         messages = prompt  # type: ignore[assignment]
+        if raw:
+            raise ValueError("raw=True takes text as it is, but got chat messages, which only a template can render")
         if tokenizer.chat_template is None:
             raise ValueError("chat messages need a chat template, which this tokenizer has not; pass text")
     if messages is None:
         ids = tokenizer(prompt)["input_ids"]
     else:
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        try:
+            turns = [dict(message) for message in messages]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
         # the template writes the special tokens itself
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
@@ -78,7 +85,9 @@ def to_token_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
 
 
 def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Read prompts from a JSONL file: `messages`, `turns` (the first is used) or `prompt` in each line.
+    """Read prompts from a JSONL file: `messages`, `conversations`, `turns` (the first is used) or `prompt` in each row.
+
+    A last assistant turn is left out: it is the answer, not the prompt.
 
     Raises:
         ValueError: If a line is broken or holds none of these; it names the line.
@@ -88,15 +97,45 @@ def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(prompts) == limit:
                 break
+            if not line.strip():
+                continue
             try:
-                row = json.loads(line)
-                prompt = row["messages"] if "messages" in row else row["turns"][0] if "turns" in row else row["prompt"]
+                prompt = _to_prompt(json.loads(line))
             except (json.JSONDecodeError, TypeError, KeyError, IndexError) as error:
                 raise ValueError(
-                    f"{path}:{number}: expected a JSON object with `messages`, `turns` or `prompt` ({error!r}); "
-                    "mend or delete the line"
+                    f"{path}:{number}: expected a JSON object with `messages`, `conversations`, `turns` or `prompt` "
+                    f"({error!r}); mend or delete the line"
                 ) from error
             prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     return prompts
+
+
+def _to_prompt(row: Mapping[str, Any]) -> Prompt:
+    if "conversations" in row:
+        roles = {"human": "user", "gpt": "assistant"}
+        messages = [{"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in row["conversations"]]
+    elif "messages" in row:
+        messages = list(row["messages"])
+    else:
+        prompt: Prompt = row["turns"][0] if "turns" in row else row["prompt"]
+        return prompt
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
+def token_limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """Return how many new tokens each prompt may take: `max_new_tokens`, or what its context leaves.
+
+    Raises:
+        ValueError: If there is no room for one.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    for row, prompt in enumerate(prompts):
+        if len(prompt) >= target.max_length:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens, but the target's context is {target.max_length}; "
+                "shorten the prompt"
+            )
+    return [min(max_new_tokens, target.max_length - len(prompt)) for prompt in prompts]

@@ -42,7 +42,7 @@ def rank_text(head: Head, token_ids: Sequence[int], hidden: Tensor, answer_start
         answer_start: First token of the answer; the first root.
     """
     drafter = head.drafter()
-    roots = torch.arange(answer_start, len(token_ids) - 1)
+    roots = torch.arange(answer_start, len(token_ids) - 1, device=hidden.device)
     if not len(roots):
         return Ranked(torch.empty(0, drafter.max_depth, dtype=torch.int64))
     states = hidden[roots - 1][:, None]

@@ -26,13 +26,19 @@ class Stopper:
             raise ValueError("stop strings need a tokenizer: pass Target(model, tokenizer)")
         if any(not text for text in stop):
             raise ValueError("a stop string is empty; it would end every text before its first token")
+        added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+        special = {token: entry.content for token, entry in added.items() if entry.special}
+        hidden = [text for text in stop if any(content in text for content in special.values())]
+        if hidden:
+            raise ValueError(
+                f"{hidden} hold special tokens, which texts do not show; pass their ids as eos_ids instead"
+            )
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._stop = tuple(stop)
         self._tail = max((len(text.encode()) for text in stop), default=0) + _MARGIN
         self.limit = limit
-        added = {} if tokenizer is None else tokenizer.added_tokens_decoder
-        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._special = frozenset(special)
         self._visible: list[int] = []  # without special tokens, which have no text
         self.token_ids: list[int] = []
         self.reason: FinishReason | None = None

@@ -36,6 +36,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedTargetError(f"{name} is an encoder-decoder; Gorgon decodes decoder-only causal LMs")
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise UnsupportedTargetError(f"{name} has no lm_head; load it with AutoModelForCausalLM")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedTargetError(
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; load it on one device, without device_map"
+        )
     unknown = (layer_kinds(config) or set()) - {"full_attention", "sliding_attention"}
     if unknown or model._is_stateful:
         raise UnsupportedTargetError(
@@ -50,8 +55,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def probe(target: Target) -> None:
+def probe(target: Target) -> bool:
     """Compare a tree pass after a prefill with plain forwards over two paths, past the window of small windows.
+
+    Returns:
+        Whether the logits are the lm_head's output as it is; some models scale or cap it.
 
     Raises:
         UnsupportedTargetError: If they differ by more than rounding, or the model does not take the pass at all.
@@ -66,7 +74,8 @@ def probe(target: Target) -> None:
     try:
         session = target.session(1, length + tree.shape.size)
         session.prefill([prompt])
-        scored = session.score([tree]).logits[0, 3:].float()
+        out = session.score([tree])
+        scored = out.logits[0, 3:].float()
         plain = []
         for path in ((0, 1, 3), (0, 2, 4)):
             text = torch.tensor([[*prompt, *(nodes[node] for node in path)]], device=target.device)
@@ -81,3 +90,5 @@ def probe(target: Target) -> None:
             f"{name} gives other logits for a token tree than for plain text (relative difference {difference:.2g}, "
             f"allowed {allowed}); its positions or masks are not of a kind that trees can use"
         )
+    plain_logits = target.lm_head(out.hidden[0, 3:]).float()
+    return bool((plain_logits - scored).abs().max() <= allowed * scored.abs().max())

@@ -29,7 +29,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Target:
-    """A causal LM and its tokenizer. Stateless but for weights: any number of sessions may share it."""
+    """A causal LM and its tokenizer. Stateless but for weights: any number of sessions may share it, in one thread.
+
+    `plain_logits` says whether the logits are the lm_head's output as it is; some models scale or cap it.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Target:
         names = inspect.signature(type(model).forward).parameters
         self._cache_keyword = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
         self.packed = PackedLinears(model) if pack else None
-        probe(self)
+        self.plain_logits = probe(self)
 
     @classmethod
     def from_pretrained(

@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from decode.generation import generate
 from decode.grow import Chain, Paths
-from decode.prompts import read_prompts, to_token_ids
+from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.propose import Drafting
 from decode.ranks import Ranked, best_tree, rank_text, simulated_tokens_per_step
-from decode.results import Generation, Stats
+from decode.results import Generation
 from decode.target import Target
 from decode.tree import TokenTree, tree_shape
 from heads import Head, load_head, read_notes, write_notes
@@ -39,7 +39,7 @@ def verify_costs(target: Target, sizes: Iterable[int], *, context: int = 256, re
         context: Committed tokens before the tree.
         repeats: Rounds; one more is thrown away to warm up.
     """
-    sizes = list(sizes)
+    sizes = sorted(set(sizes))
     context = min(context, target.max_length - max(sizes))
     session = target.session(1, context + max(sizes))
     session.prefill([[7] * context])
@@ -88,8 +88,9 @@ class Calibration:
     """What a head does on a set of prompts."""
 
     texts: list[Ranked]
-    draft_seconds: float
-    """Median seconds a drafting step spends outside the target's pass."""
+    step_seconds: float
+    """Median seconds of a drafting step, the target's pass over `step_nodes` nodes included."""
+    step_nodes: int
 
 
 def calibrate(target: Target, head: Head, prompts: Sequence[list[int]], *, max_new_tokens: int) -> Calibration:
@@ -102,7 +103,7 @@ def calibrate(target: Target, head: Head, prompts: Sequence[list[int]], *, max_n
         max_new_tokens: Length of the answers.
     """
     drafting = Drafting(head, Chain(head.drafter().max_depth))
-    texts, overheads = [], []
+    texts, steps = [], []
     for ids in tqdm(prompts, desc="calibrate", unit="prompt"):
         out = generate(target, ids, proposer=drafting, max_new_tokens=max_new_tokens)
         assert isinstance(out, Generation)
@@ -110,12 +111,8 @@ def calibrate(target: Target, head: Head, prompts: Sequence[list[int]], *, max_n
         hidden = target.encode(torch.tensor([text]), [len(text)])[0]
         texts.append(rank_text(head, text, hidden, len(ids)))
         if out.stats.steps:
-            overheads.append(_overhead(out.stats))
-    return Calibration(texts, statistics.median(overheads) if overheads else 0.0)
-
-
-def _overhead(stats: Stats) -> float:
-    return sum(stats.parts[part] for part in ("propose", "accept", "commit")) / stats.steps
+            steps.append((out.stats.seconds - out.stats.parts["prefill"]) / out.stats.steps)
+    return Calibration(texts, statistics.median(steps) if steps else 0.0, drafting.max_nodes)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -146,12 +143,15 @@ def main(argv: list[str] | None = None) -> int:
         target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
         head = load_head(args.head, target)
         ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
+        token_limits(target, ids, args.max_new_tokens)
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     calibration = calibrate(target, head, ids, max_new_tokens=args.max_new_tokens)
-    costs = verify_costs(target, sizes)
-    choices = choose_tree(calibration.texts, costs, draft_seconds=calibration.draft_seconds)
+    costs = verify_costs(target, [*sizes, calibration.step_nodes])
+    # a difference of whole steps, not a sum of parts: on a GPU the parts overlap
+    draft_seconds = max(0.0, calibration.step_seconds - costs[calibration.step_nodes])
+    choices = choose_tree(calibration.texts, costs, draft_seconds=draft_seconds)
     print(
         "| nodes | verify cost (1 node = 1) | tokens per step | predicted speed-up |",
         "| --- | --- | --- | --- |",
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     for choice in sorted(choices, key=lambda c: c.size):
         cost = costs[choice.size] / costs[1]
         print(f"| {choice.size} | {cost:.2f} | {choice.tokens_per_step:.2f} | {choice.speedup:.2f} |")
-    print(f"drafting and bookkeeping cost {calibration.draft_seconds / costs[1]:.2f} of a plain step")
+    print(f"drafting and bookkeeping cost {draft_seconds / costs[1]:.2f} of a plain step")
     best = next(choice for choice in choices if args.size in (None, choice.size))
     folder = Path(args.head)
     write_notes(folder, replace(read_notes(folder), tree=best.paths))

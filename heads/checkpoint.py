@@ -6,7 +6,6 @@ Nothing is loaded by halves: every key and size is checked, and a head is refuse
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from heads.base import Head, Lender, head_class
+from heads.files import write_atomically
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 1
@@ -63,8 +63,8 @@ def save_head(
         **asdict(notes or HeadNotes()),
     }
     text = json.dumps(config, indent=2) + "\n"  # before anything is replaced: notes may not be JSON
-    _replace(folder / WEIGHTS, lambda temporary: save_file(state, temporary))
-    _replace(folder / CONFIG, lambda temporary: temporary.write_text(text))
+    write_atomically(folder / WEIGHTS, lambda temporary: save_file(state, temporary))
+    write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))
 
 
 def read_notes(path: str | Path) -> HeadNotes:
@@ -77,7 +77,7 @@ def write_notes(path: str | Path, notes: HeadNotes) -> None:
     """Replace what the head folder `path` records beside its weights."""
     folder = Path(path)
     text = json.dumps(_read_config(folder) | asdict(notes), indent=2) + "\n"
-    _replace(folder / CONFIG, lambda temporary: temporary.write_text(text))
+    write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))
 
 
 def load_head(
@@ -139,7 +139,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not needed <= set(config):
         raise ValueError(f"{path} is not a head written by Gorgon: expected the keys {sorted(needed)}")
     target = config["target"]
-    if not isinstance(config["type"], str):
+    # a dotted name would import any module; a folder from elsewhere must not choose which
+    if not isinstance(config["type"], str) or "." in config["type"]:
         raise ValueError(f"{path}: `type` must name a head type, got {config['type']!r}")
     if not isinstance(target, dict) or not {"name", "fingerprint"} <= set(target):
         raise ValueError(f"{path}: `target` must hold the name and the fingerprint of a target, got {target!r}")
@@ -182,12 +183,3 @@ def _check_keys(path: Path, head: Head, state: Mapping[str, torch.Tensor]) -> No
             f"{path} does not fit its {CONFIG}: missing {missing}, unexpected {unexpected}, wrong shapes {shapes}; "
             "the folder mixes two heads, or was edited"
         )
-
-
-def _replace(path: Path, write: Any) -> None:
-    """Write through `path.tmp`, sync, rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)

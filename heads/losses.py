@@ -47,9 +47,10 @@ def vocabulary_loss(
         term_losses: [n, K] the terms before `row_weights`, detached.
         correct: [n, K] bool, whether the head's best token is the label.
     """
-    loss, terms, correct = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        states, weight, labels, teacher, teacher_weight, row_weights, ce_weight, kl_weight, chunk_size
-    )
+    with torch.autocast(states.device.type, enabled=False):  # it would take the float32 sums to half precision
+        loss, terms, correct = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+            states, weight, labels, teacher, teacher_weight, row_weights, ce_weight, kl_weight, chunk_size
+        )
     return loss, terms, correct
 
 
@@ -100,7 +101,7 @@ class _VocabularyLoss(torch.autograd.Function):
             rows = slice(start, min(start + chunk_size, n))
             label = labels[rows]
             index = label[:, None, None].expand(-1, k, 1)
-            log_probs = F.log_softmax(_project(states[rows], weight).to(exact), dim=-1)  # [c, K, U]
+            log_probs = F.log_softmax(_project(states[rows], weight.to(states.dtype)).to(exact), dim=-1)  # [c, K, U]
             terms[rows] = ce_weight * -log_probs.gather(-1, index).squeeze(-1)
             correct[rows] = log_probs.argmax(-1) == label[:, None]
             # d/dlogits of CE is q - onehot(label), of KL it is q - p
@@ -116,7 +117,7 @@ class _VocabularyLoss(torch.autograd.Function):
             grad_logits = log_probs.exp_().mul_(ce_weight + kl_weight).add_(grad[:, None])
             grad_logits.mul_(row_weights[rows].to(exact)[..., None])
             grad_logits = grad_logits.to(states.dtype)
-            grad_states[rows] = _unproject(grad_logits, weight)
+            grad_states[rows] = _unproject(grad_logits, weight.to(states.dtype))
             if grad_weight is not None:
                 grad_weight += _weight_grad(grad_logits, states[rows], weight)
         ctx.save_for_backward(grad_states, *([] if grad_weight is None else [grad_weight]))

@@ -64,6 +64,12 @@ def tiny_llama(
 
 
 @pytest.fixture(scope="session")
+def make_tiny_llama():
+    """`tiny_llama`, for tests that need another one."""
+    return tiny_llama
+
+
+@pytest.fixture(scope="session")
 def tiny_target(tiny_tokenizer) -> Target:
     """A float64 target on the CPU."""
     return Target(tiny_llama(), tiny_tokenizer, name="tiny")

@@ -7,14 +7,14 @@ It is written to a temporary folder, synced to disk and renamed; the frozen targ
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
+
+from heads.files import sync_entry, write_atomically
 
 STATE = "state.json"
 TEMPORARY = ".incomplete"
@@ -86,26 +86,8 @@ class Checkpoints:
             shutil.rmtree(path.rename(path.with_name(path.name + TEMPORARY)))
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, sync it, rename it to `path`: a crash leaves the old file or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    sync_entry(temporary)
-    temporary.replace(path)
-    sync_entry(path.parent)
-
-
 def sync_folder(folder: Path) -> None:
     """Wait until every file in `folder`, and the folder itself, is on disk."""
     for path in folder.rglob("*"):
         sync_entry(path)
     sync_entry(folder)
-
-
-def sync_entry(path: Path) -> None:
-    """Wait until one file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

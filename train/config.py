@@ -43,8 +43,8 @@ class DataConfig:
     source: str
     """JSONL or Parquet file, or a name on the hub, with conversations."""
     eval_prompts: str | None = None
-    """File with the prompts of the evaluation. null: the last `eval.num_prompts` conversations of the source are kept
-    out of training and their prompts used."""
+    """File with the prompts of the evaluation. null: `eval.num_prompts` conversations of the source, chosen by a hash
+    of their ids, are kept out of training and their prompts used."""
     max_length: int = 2048
     """Conversations are cut after this many tokens."""
     limit: int | None = None

@@ -16,7 +16,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from train.checkpoints import Progress, write_atomically
+from heads.files import write_atomically
+from train.checkpoints import Progress
 from train.config import ConfigError, RunConfig, flat
 
 

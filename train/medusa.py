@@ -15,16 +15,21 @@ from collections.abc import Callable, Sequence
 
 from data.conversations import Encoded
 from data.vocabulary import draft_vocabulary
-from decode import Target
+from decode import Target, UnsupportedTargetError
 from heads.medusa import MedusaConfig, MedusaHead
 from train.command_line import load_config
-from train.config import RunConfig
+from train.config import ConfigError, RunConfig
 from train.run import train
 
 
 def build_head(config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]) -> MedusaHead:
     """Return untrained Medusa heads, with the draft vocabulary that the data use most."""
     head_config = MedusaConfig(**config.head, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    if head_config.kl_weight and not target.plain_logits:
+        raise ConfigError(
+            f"{target.name} scales or caps its logits behind the lm_head, so its distribution cannot be taught from "
+            "its states; set --head.kl_weight=0 --head.ce_weight=1"
+        )
     head = MedusaHead(head_config, target)
     if head_config.draft_vocab_size is not None:
         token_ids, coverage = draft_vocabulary(samples, target.vocab_size, head_config.draft_vocab_size)
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; errors a user can mend are printed without a traceback."""
     try:
         train(load_config(MedusaConfig, sys.argv[1:] if argv is None else argv, __doc__ or ""), build_head)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

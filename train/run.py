@@ -6,6 +6,7 @@ folders `best/` (highest eval/tokens_per_step) and `last/`. The same command on 
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import os
@@ -13,6 +14,7 @@ import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +27,8 @@ from decode import Target
 from decode.prompts import to_token_ids
 from heads.base import Head
 from heads.checkpoint import HeadNotes, save_head
-from train.checkpoints import Checkpoints, Progress, write_atomically
+from heads.files import write_atomically
+from train.checkpoints import Checkpoints, Progress
 from train.config import ConfigError, RunConfig, differences, flat, read_flat, to_yaml
 from train.evaluate import Evaluation
 from train.journal import Journal, check_tracker
@@ -61,7 +64,7 @@ def train(config: RunConfig, build_head: BuildHead) -> None:
     )
     _check_processes(accelerator, config)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", config.run.keep)
-    _open_folder(accelerator, config, checkpoints)
+    lock = _open_folder(accelerator, config, checkpoints)
     set_seed(config.run.seed)
     journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
     target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
@@ -82,6 +85,7 @@ def train(config: RunConfig, build_head: BuildHead) -> None:
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()
+    lock.close()
 
 
 def load_inputs(config: RunConfig, target: Target) -> Inputs:
@@ -108,7 +112,10 @@ def load_inputs(config: RunConfig, target: Target) -> Inputs:
                 f"{config.data.source} has {len(conversations)} conversations, and eval.num_prompts={wanted} of them "
                 "are held out: nothing is left to train on; lower eval.num_prompts, or set data.eval_prompts"
             )
-        conversations, held_out = conversations[:-wanted], conversations[-wanted:]
+        # by a hash of the id: files are sorted by length or topic, and their ends are not like the rest
+        chosen = {c.id for c in sorted(conversations, key=lambda c: hashlib.sha256(c.id.encode()).digest())[:wanted]}
+        held_out = [conversation for conversation in conversations if conversation.id in chosen]
+        conversations = [conversation for conversation in conversations if conversation.id not in chosen]
     prompts = [_prompt_ids(config, target, conversation) for conversation in held_out]
     samples = encode_all(conversations, target.tokenizer, max_length=config.data.max_length)
     return Inputs(samples, prompts)
@@ -142,6 +149,12 @@ def _check_processes(accelerator: Accelerator, config: RunConfig) -> None:
             f"launched as {accelerator.distributed_type.value}: the loop splits batches itself and supports one "
             "process or plain data parallelism (accelerate launch --multi_gpu)"
         )
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", accelerator.mixed_precision):
+        raise ConfigError(
+            f"accelerate was launched with mixed precision {launched}, but precision is {config.precision}; set the "
+            "precision in the config (--precision=bf16) and leave it out of the launch"
+        )
     pieces = accelerator.num_processes * config.optim.accumulation
     if config.optim.batch_size % pieces:
         raise ConfigError(
@@ -150,8 +163,8 @@ def _check_processes(accelerator: Accelerator, config: RunConfig) -> None:
         )
 
 
-def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Checkpoints) -> None:
-    """Make the run's folder, or check that what is in it can be continued."""
+def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Checkpoints) -> TextIO:
+    """Make the run's folder, or check that what is in it can be continued; return the lock that keeps others out."""
     folder = config.run.folder
     probe = folder / f".writable-{os.getpid()}"
     try:
@@ -162,6 +175,15 @@ def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Check
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --run.dir or --run.name"
         ) from error
+    lock = (folder / ".lock").open("w")
+    if accelerator.is_main_process:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is training {folder}; wait for it or stop it (SIGTERM to the trainer itself, not to "
+                "accelerate launch, saves first), or choose another --run.name"
+            ) from None
     if checkpoints.newest() is not None:
         changed = differences(read_flat(folder / CONFIG), flat(config))
         if changed:
@@ -175,6 +197,7 @@ def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Check
         checkpoints.remove_incomplete()
         write_atomically(folder / CONFIG, lambda new: new.write_text(to_yaml(config)))
     accelerator.wait_for_everyone()
+    return lock
 
 
 def _progress(checkpoints: Checkpoints, inputs: str) -> Progress:

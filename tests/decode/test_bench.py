@@ -19,9 +19,9 @@ def folder(tiny_target, tiny_head, tmp_path):
 
 def test_all_methods_give_plain_text_and_are_counted(tiny_target, folder):
     sampling = Sampling(seed=0)
-    runs = methods(tiny_target, str(folder), sampling=sampling, max_new_tokens=12, lookup=3)
+    runs = methods(tiny_target, [str(folder)], sampling=sampling, max_new_tokens=12, lookup=3)
     assert list(runs) == [
-        *("plain", "prompt lookup", "medusa chain 2", "medusa chain 3", "medusa tree 4"),
+        *("plain", "prompt lookup", "medusa tree 4", "medusa chain 3", "medusa chain 4"),
         "transformers",  # float64 layers are not packed, so there is one way to run it
     ]
     sets = {"a": [[5, 6, 7], [8, 9]], "b": [[10, 11, 12, 13]]}

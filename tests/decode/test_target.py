@@ -129,6 +129,8 @@ def test_hidden_is_the_lm_heads_input_and_encode_gives_the_same():
     encoded = target.encode(torch.tensor([prompts[0], [*prompts[1], 1, 1, 1]]), [5, 2])
     torch.testing.assert_close(prefill[0], encoded[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(prefill[1, :2], encoded[1, :2], atol=1e-5, rtol=1e-5)
+    assert not target.plain_logits
+    assert make_target("llama", "sdpa").plain_logits
     cap = target.model.config.final_logit_softcapping
     capped = torch.tanh(target.lm_head(encoded[0, -1:]) / cap) * cap
     torch.testing.assert_close(capped[0], plain_logits(target, prompts[0]))
@@ -193,9 +195,27 @@ def test_packed_linears_compute_the_same_and_fall_back_when_weights_change():
         torch.testing.assert_close(model(ids).logits, plain, atol=1e-5, rtol=1e-4)
         model.lm_head.weight.mul_(2)
         torch.testing.assert_close(model(ids).logits, 2 * plain, atol=1e-5, rtol=1e-4)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight / 2)
+        torch.testing.assert_close(model(ids).logits, plain, atol=1e-5, rtol=1e-4)
+        model.lm_head.weight.data.mul_(3)  # unseen by torch's version counter
+        target.packed.repack()
+        torch.testing.assert_close(model(ids).logits, 3 * plain, atol=1e-5, rtol=1e-4)
     assert list(model.state_dict()) == keys
     model(ids).logits.sum().backward()
     assert model.lm_head.weight.grad is not None
     assert target.packed is not None
     target.packed.disable()
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_model_on_several_devices_is_refused():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedTargetError, match="spread over cpu, meta"):
+        Target(model)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"dtype": "float23"}, "bfloat16"), ({"device": "warp"}, "cuda:N")])
+def test_unknown_precisions_and_devices_are_clear_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        Target.from_pretrained("unused", **options)

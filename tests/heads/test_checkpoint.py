@@ -183,7 +183,7 @@ class Crash(BaseException):
 def test_a_crash_while_saving_leaves_a_head_or_a_clear_error(tiny_target, folder, monkeypatch, new_heads, fails_at):
     old = load_head(folder, tiny_target)
     new = make_head(tiny_target, seed=1, num_heads=new_heads)
-    replace, calls = checkpoint_module._replace, []
+    replace, calls = checkpoint_module.write_atomically, []
 
     def dying(path, write) -> None:
         calls.append(path)
@@ -192,7 +192,7 @@ def test_a_crash_while_saving_leaves_a_head_or_a_clear_error(tiny_target, folder
             raise Crash
         replace(path, write)
 
-    monkeypatch.setattr(checkpoint_module, "_replace", dying)
+    monkeypatch.setattr(checkpoint_module, "write_atomically", dying)
     with pytest.raises(Crash):
         save_head(new, folder, target=tiny_target)
     monkeypatch.undo()

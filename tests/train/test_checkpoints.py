@@ -5,7 +5,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from train.checkpoints import Checkpoints, Progress, write_atomically
+from heads.files import write_atomically
+from train.checkpoints import Checkpoints, Progress
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Whole runs of the command line on a tiny target: interruption, resuming, refusals."""
 
+import fcntl
 import json
 import os
 import signal
@@ -190,6 +191,26 @@ def test_held_out_conversations_are_not_trained_on(launch: Launch, capsys: pytes
     output = capsys.readouterr().out
     assert "data: 14 conversations" in output
     assert "3 prompts held out" in output
+
+
+def test_a_run_in_progress_is_not_started_twice(launch: Launch):
+    folder = launch("--optim.steps=1")
+    with (folder / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="another process is training"):
+            launch("--optim.steps=2")
+
+
+def test_a_precision_given_to_the_launcher_is_not_silently_dropped(launch: Launch, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(SystemExit, match="launched with mixed precision bf16, but precision is float32"):
+        launch("--optim.steps=1")
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "missing-folder"])
+def test_a_target_that_is_not_there_is_an_error_without_a_traceback(launch: Launch, name: str):
+    with pytest.raises(SystemExit, match="error: "):
+        launch(f"--target.name={name}")
 
 
 def test_bf16_trains_close_to_float32(launch: Launch, read_metrics: Read):

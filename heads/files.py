@@ -1,0 +1,25 @@
+"""Files that a crash leaves whole: written beside their place, synced to disk, renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path, sync it, rename it to `path`: a crash leaves the old file or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    sync_entry(temporary)
+    temporary.replace(path)
+    sync_entry(path.parent)
+
+
+def sync_entry(path: Path) -> None:
+    """Wait until one file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""Every form of a prompt stands for the tokens a user would expect."""
+
+import json
+
+import pytest
+import torch
+
+from decode import generate
+from decode.prompts import read_prompts, split_batch, to_token_ids
+
+
+def test_a_tensor_is_one_prompt_or_a_batch(tiny_target):
+    one = generate(tiny_target, torch.tensor([5, 6, 7]), max_new_tokens=4)
+    batch = generate(tiny_target, torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=4)
+    assert one.prompt_ids == batch[0].prompt_ids == [5, 6, 7]
+    assert one.token_ids == batch[0].token_ids
+    assert split_batch("text") == (["text"], True)
+    assert split_batch([{"role": "user", "content": "a"}])[1]
+
+
+def test_text_is_a_user_message_unless_raw(tiny_target, tiny_tokenizer):
+    ids = to_token_ids(tiny_target, "the cat", raw=False)
+    assert tiny_tokenizer.decode(ids) == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == to_token_ids(tiny_target, [{"role": "user", "content": "the cat"}], raw=False)
+    assert tiny_tokenizer.decode(to_token_ids(tiny_target, "the cat", raw=True)) == "the cat"
+    with pytest.raises(ValueError, match="raw=True takes text"):
+        to_token_ids(tiny_target, [{"role": "user", "content": "the cat"}], raw=True)
+
+
+def test_a_template_that_refuses_the_messages_is_a_clear_error(tiny_target, monkeypatch):
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", "{{ raise_exception('no system role') }}")
+    with pytest.raises(ValueError, match="refuses the messages: no system role"):
+        to_token_ids(tiny_target, "the cat", raw=False)
+
+
+def test_all_layouts_are_read_and_a_last_answer_is_left_out(tmp_path):
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    rows = [
+        {"prompt": "q"},
+        {"turns": ["q", "later"]},
+        {"messages": [user]},
+        {"messages": [user, answer]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    assert read_prompts(path) == ["q", "q", [user], [user], [user]]
+    assert read_prompts(path, limit=2) == ["q", "q"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"text": "q"}', '{"messages": []}', '{"turns": []}'])
+def test_a_broken_line_is_named(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "q"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"prompts.jsonl:2: expected a JSON object"):
+        read_prompts(path)
+
+
+def test_a_stop_string_that_texts_never_show_is_refused(tiny_target):
+    with pytest.raises(ValueError, match="pass their ids as eos_ids"):
+        generate(tiny_target, [5, 6], stop="<|im_end|>", max_new_tokens=4)
