@@ -164,8 +164,9 @@ def summarise(results: Sequence[Result]) -> list[dict[str, object]]:
     """Return one row per method and prompt set, and per method over all sets."""
     rows = []
     sets = list(dict.fromkeys(result.prompts for result in results))
+    names = [*sets, "all"] if len(sets) > 1 else sets
     for method in dict.fromkeys(result.method for result in results):
-        for name in [*sets, "all"]:
+        for name in names:
             mine = [r for r in results if r.method == method and name in (r.prompts, "all")]
             row: dict[str, object] = {"method": method, "prompts": name}
             row["tokens_per_step"] = round(Stats.total([s for r in mine for s in r.stats]).tokens_per_step, 3)
