@@ -12,6 +12,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -27,7 +28,7 @@ class Journal:
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
         self._accelerator = accelerator
         self._path = path
-        self._bar: tqdm[object] | None = None
+        self._bar: tqdm[Any] | None = None
 
     def open(self, config: RunConfig, progress: Progress, total_steps: int, facts: Mapping[str, int]) -> None:
         """Cut the metrics back to `progress`, start the trackers with config and `facts`, and show the bar."""
