@@ -142,7 +142,7 @@ def test_a_foreign_config_is_named(tiny_target, folder, content):
     [
         (lambda c: c.update(type="hydraa"), "unknown head type 'hydraa'"),
         (lambda c: c.update(type="checkpoint"), "not a head type"),
-        (lambda c: c.update(type="nothing.there"), "head type 'nothing.there'"),
+        (lambda c: c.update(type="nothing.there"), "must name a head type, got 'nothing.there'"),
         (lambda c: c.update(type=7), "head type"),
         (lambda c: c.update(format=2), "format 2, this version reads 1"),
         (lambda c: c["config"].update(nmu_heads=3), r"unknown fields \['nmu_heads'\]"),

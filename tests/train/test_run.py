@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_target_loads(
     [
         (("--data.max_length=4096",), r"max_length is 4096, but .* was made for 128"),
         (("--eval.num_prompts=14",), r"14 conversations, and eval.num_prompts=14 .* nothing is left"),
-        (("--eval.num_prompts=2", "--eval.max_new_tokens=120"), r"evaluation prompt 12 has \d+ tokens"),
+        (("--eval.num_prompts=2", "--eval.max_new_tokens=120"), r"evaluation prompt 8 has \d+ tokens"),
         (("--data.source=nothing.jsonl",), r"nothing\.jsonl: no such file"),
         (("--head.draft_vocab_size=999",), r"draft_vocab_size must be between 1 and the target's 320, got 999"),
     ],
