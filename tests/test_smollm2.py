@@ -66,7 +66,7 @@ def tokens_per_step(results: list[Generation]) -> float:
 
 def test_greedy_text_is_plain_text_and_transformers_text(target, prompts):
     runs = methods(target, [str(HEAD)], sampling=Sampling(seed=0), max_new_tokens=NEW_TOKENS, lookup=6)
-    results = compare(target, runs, {"held out": prompts[:3]}, Sampling(seed=0))
+    results = compare(target, runs, {"held out": prompts[:2]}, Sampling(seed=0))
     assert {r.method for r in results} >= {"plain", "prompt lookup", "medusa chain 5", "transformers", HF_PACKED}
     assert [line for r in results for line in r.differences if r.unexcused] == []
     assert all(r.tokens > 3 for r in results)
