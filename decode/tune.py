@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("target", help="model folder or hub name")
     p.add_argument("--head", required=True, help="head folder; the tree is written into it")
-    p.add_argument("--prompts", required=True, help="JSONL file with `messages`, `turns` or `prompt` in each line")
+    p.add_argument("--prompts", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`")
     p.add_argument("--num", type=int, default=32, help="first prompts of the file (default 32)")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64])
@@ -137,8 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         prompts = read_prompts(args.prompts, limit=args.num)
-        sizes = sorted({1, *args.sizes, *([] if args.size is None else [args.size])})
-        if min([*args.sizes, *([] if args.size is None else [args.size])]) < 2:
+        sizes = sorted({*args.sizes} if args.size is None else {*args.sizes, args.size})
+        if sizes[0] < 2:
             raise ValueError("tree sizes must be at least 2 (the root and a draft); change --size or --sizes")
         target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
         head = load_head(args.head, target)
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     calibration = calibrate(target, head, ids, max_new_tokens=args.max_new_tokens)
-    costs = verify_costs(target, [*sizes, calibration.step_nodes])
+    costs = verify_costs(target, [1, *sizes, calibration.step_nodes])
     # a difference of whole steps, not a sum of parts: on a GPU the parts overlap
     draft_seconds = max(0.0, calibration.step_seconds - costs[calibration.step_nodes])
     choices = choose_tree(calibration.texts, costs, draft_seconds=draft_seconds)

@@ -64,28 +64,29 @@ def train(config: RunConfig, build_head: BuildHead) -> None:
     )
     _check_processes(accelerator, config)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", config.run.keep)
-    lock = _open_folder(accelerator, config, checkpoints)
-    set_seed(config.run.seed)
-    journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
-    target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
-    inputs = load_inputs(config, target)
-    _say_inputs(journal, inputs)
-    progress = _progress(checkpoints, inputs_hash(target, inputs.samples))
-    total = config.optim.total_steps(len(inputs.samples))
-    if progress.step >= total and (not inputs.prompts or progress.evaluated_step == progress.step):
-        journal.say(f"run {config.run.name} was finished before: {_result(config, progress)}")
-        journal.say("Raise optim.steps or optim.epochs to train longer, or start another with --run.name.")
-    else:
-        head = build_head(config, target, inputs.samples, journal.say)
-        if _fit(accelerator, config, target, head, inputs, checkpoints, journal, progress, total):
-            journal.say(f"run {config.run.name} is finished: {_result(config, progress)}")
+    with _open_folder(accelerator, config, checkpoints):
+        set_seed(config.run.seed)
+        journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
+        target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
+        inputs = load_inputs(config, target)
+        _say_inputs(journal, inputs)
+        progress = _progress(checkpoints, inputs_hash(target, inputs.samples))
+        total = config.optim.total_steps(len(inputs.samples))
+        if progress.step >= total and (not inputs.prompts or progress.evaluated_step == progress.step):
+            journal.say(f"run {config.run.name} was finished before: {_result(config, progress)}")
+            journal.say("Raise optim.steps or optim.epochs to train longer, or start another with --run.name.")
         else:
-            journal.say(f"stopped at step {progress.step} of {total}, which is saved; the same command continues it")
-    # the DDP wrapper must be gone before the process group, or gloo can deadlock
-    accelerator.free_memory()
-    gc.collect()
-    accelerator.end_training()
-    lock.close()
+            head = build_head(config, target, inputs.samples, journal.say)
+            if _fit(accelerator, config, target, head, inputs, checkpoints, journal, progress, total):
+                journal.say(f"run {config.run.name} is finished: {_result(config, progress)}")
+            else:
+                journal.say(
+                    f"stopped at step {progress.step} of {total}, which is saved; the same command continues it"
+                )
+        # the DDP wrapper must be gone before the process group, or gloo can deadlock
+        accelerator.free_memory()
+        gc.collect()
+        accelerator.end_training()
 
 
 def load_inputs(config: RunConfig, target: Target) -> Inputs:
@@ -175,6 +176,14 @@ def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Check
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --run.dir or --run.name"
         ) from error
+    if checkpoints.newest() is not None:
+        changed = differences(read_flat(folder / CONFIG), flat(config))
+        if changed:
+            lines = "".join(f"\n  {line}" for line in changed)
+            raise ConfigError(
+                f"{folder} holds a run with another config:{lines}\nStart another run with --run.name, delete the "
+                "folder, or undo the change"
+            )
     lock = (folder / ".lock").open("w")
     if accelerator.is_main_process:
         try:
@@ -184,14 +193,6 @@ def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Check
                 f"another process is training {folder}; wait for it or stop it (SIGTERM to the trainer itself, not to "
                 "accelerate launch, saves first), or choose another --run.name"
             ) from None
-    if checkpoints.newest() is not None:
-        changed = differences(read_flat(folder / CONFIG), flat(config))
-        if changed:
-            lines = "".join(f"\n  {line}" for line in changed)
-            raise ConfigError(
-                f"{folder} holds a run with another config:{lines}\nStart another run with --run.name, delete the "
-                "folder, or undo the change"
-            )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         checkpoints.remove_incomplete()
