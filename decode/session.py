@@ -60,16 +60,15 @@ class Session:
             size = chunk.shape[1]
             positions = torch.arange(start, start + size, device=device).expand(len(prompts), -1)
             # rows that have ended run along: their tokens land behind their own length and are never read
-            self.cache.lengths = [start] * len(prompts)
             visible = prefill_visible(start, size, device).expand(len(prompts), -1, -1)
             last = [min(max(len(prompt) - 1 - start, 0), size - 1) for prompt in prompts]
             out = self._target.forward(chunk, positions, visible, self.cache, last)
+            self.cache.commit([range(size)] * len(prompts))
             hidden.append(out.hidden)
             for row, prompt in enumerate(prompts):
                 if start < len(prompt) <= start + size:
                     logits[row] = out.logits[row]
-        self.cache.lengths = [0] * len(prompts)
-        self.cache.commit([range(len(prompt)) for prompt in prompts])
+        self.cache.lengths = [len(prompt) for prompt in prompts]
         return TargetOutput(torch.stack([row for row in logits if row is not None]), torch.cat(hidden, dim=1))
 
     @torch.inference_mode()
@@ -83,6 +82,7 @@ class Session:
             Logits [B, N, V] and states [B, N, D]; rows with fewer than N nodes are padded.
         """
         device = self._target.device
+        self.cache.forget_tree()  # one that was scored and not committed
         size = max(tree.shape.size for tree in trees)
         ids = nn.utils.rnn.pad_sequence([tree.token_ids for tree in trees], batch_first=True)
         positions = torch.tensor(

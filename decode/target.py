@@ -177,21 +177,30 @@ class Target:
     def forward(
         self, token_ids: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache, last: list[int] | None
     ) -> TargetOutput:
-        """Run the model over new nodes behind each row: ids and positions [B, N], visible [B, N, slots]."""
-        mask: Any = self._mask(visible, positions, cache)
+        """Run the model over new nodes of each row's tree.
+
+        Args:
+            token_ids: [B, N] the new nodes.
+            positions: [B, M] positions of all nodes of the tree, M >= N; the last N are the new ones.
+            visible: [B, N, slots] what each new node may attend to; see `decode.masks`.
+            cache: Where their K/V go, behind those of the tree's earlier nodes.
+            last: If given, logits are computed for row b's new node `last[b]` only.
+        """
+        new = positions[:, -token_ids.shape[1] :]
+        mask: Any = self._mask(visible, new, positions, cache.lengths)
         cache.begin(token_ids.shape[1], self.device)
         options = {self._cache_keyword: _TransformersCache(cache), "use_cache": True}
         with self._capture_hidden(last) as captured:
-            out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=positions, **options)
+            out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=new, **options)
         return TargetOutput(out.logits, captured[0])
 
-    def _mask(self, visible: Tensor, positions: Tensor, cache: TreeCache) -> Any:
+    def _mask(self, visible: Tensor, new: Tensor, positions: Tensor, lengths: Sequence[int]) -> Any:
         """Return the additive mask, or one for each kind of layer where a model mixes kinds."""
         full = additive_mask(visible, self.dtype)
         if self.window is None:
             return full
-        slots = _slot_positions(cache.lengths, positions, visible.shape[-1])
-        near = positions[:, :, None] - slots[:, None, :] < self.window
+        slots = _slot_positions(lengths, positions, visible.shape[-1])
+        near = new[:, :, None] - slots[:, None, :] < self.window
         sliding = additive_mask(visible & near, self.dtype)
         return sliding if self._layer_kinds is None else {"full_attention": full, "sliding_attention": sliding}
 
@@ -251,7 +260,7 @@ class _TransformersCache(Cache):
 
 
 def _slot_positions(lengths: Sequence[int], positions: Tensor, slots: int) -> Tensor:
-    """Return the position of what each slot holds, [B, slots]: committed tokens in order, then the new nodes."""
+    """Return the position of what each slot holds, [B, slots]: committed tokens in order, then the tree's nodes."""
     held = torch.arange(slots, device=positions.device).repeat(len(lengths), 1)
     for row, length in enumerate(lengths):
         held[row, length : length + positions.shape[1]] = positions[row]

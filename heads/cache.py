@@ -1,9 +1,9 @@
 """Keys and values of B sequences, each with an uncommitted token tree at its end.
 
 One preallocated block per layer. Row b's committed tokens sit in slots `0 … lengths[b] - 1`; the nodes of its current
-tree are written behind them, node j in slot `lengths[b] + j`, and `commit` moves the nodes of the accepted path
-together. Keys are stored after rotation by *depth*, so moving a slot does not change what it means. Used by the
-target, by draft models and by heads that attend to their own past.
+tree are written behind them, in one pass or in several, node j in slot `lengths[b] + j`, and `commit` moves the nodes
+of the accepted path together. Keys are stored after rotation by *depth*, so moving a slot does not change what it
+means. Used by the target, by draft models and by heads that attend to their own past.
 """
 
 from __future__ import annotations
@@ -28,29 +28,47 @@ class TreeCache:
         self.lengths = [0] * rows
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._nodes = 0
+        self.nodes = 0
+        """Nodes of the current tree, over all passes since the last commit."""
+        self._new = range(0)
         self._slots: Tensor | None = None
 
     @property
     def used(self) -> int:
         """Slots that attention reads in the current pass: the longest row with its tree."""
-        return max(self.lengths) + self._nodes
+        return max(self.lengths) + self.nodes
+
+    def reserve_for(self, nodes: int) -> None:
+        """Make room for `nodes` more nodes, doubling the slots where they do not fit; what is stored stays."""
+        if self.used + nodes <= self.capacity:
+            return
+        self.capacity = 2 * (self.used + nodes)
+        for blocks in (self._keys, self._values):
+            for layer, block in enumerate(blocks):
+                blocks[layer] = self._allocate(block)
+                blocks[layer][:, :, : block.shape[2]] = block
 
     def begin(self, nodes: int, device: torch.device) -> None:
-        """Announce a forward pass that writes `nodes` nodes behind each row.
+        """Announce a forward pass that adds `nodes` nodes to each row's tree.
 
         Raises:
             RuntimeError: If they do not fit.
         """
-        if max(self.lengths) + nodes > self.capacity:
+        total = self.nodes + nodes
+        if max(self.lengths) + total > self.capacity:
             raise RuntimeError(
-                f"cache of {self.capacity} slots cannot take {nodes} nodes after {max(self.lengths)} tokens; "
+                f"cache of {self.capacity} slots cannot take {total} nodes after {max(self.lengths)} tokens; "
                 "open the session with a larger capacity"
             )
-        self._nodes = nodes
+        self._new = range(self.nodes, total)
+        self.nodes = total
         ragged = len(set(self.lengths)) > 1
         starts = torch.tensor(self.lengths, device=device) if ragged else None
-        self._slots = None if starts is None else starts[:, None] + torch.arange(nodes, device=device)
+        self._slots = None if starts is None else starts[:, None] + torch.arange(*self._slice(0), device=device)
+
+    def _slice(self, length: int) -> tuple[int, int]:
+        """Return the first slot of the pass's nodes behind `length` tokens, and the one after the last."""
+        return length + self._new.start, length + self._new.stop
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new nodes and return all slots in use.
@@ -69,7 +87,7 @@ class TreeCache:
         stored = []
         for block, new in ((self._keys[layer], keys), (self._values[layer], values)):
             if self._slots is None:
-                block[:, :, self.lengths[0] : self.lengths[0] + self._nodes] = new
+                block[:, :, slice(*self._slice(self.lengths[0]))] = new
             else:
                 rows = torch.arange(len(self.lengths), device=new.device)[:, None]
                 block[rows, :, self._slots] = new.transpose(1, 2)
@@ -96,7 +114,7 @@ class TreeCache:
                     # index_select copies, so overlapping slots are safe
                     block[row, :, start + moved : start + len(path)] = block[row].index_select(1, source)
             self.lengths[row] = start + len(path)
-        self._nodes = 0
+        self.nodes = 0
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
@@ -104,6 +122,21 @@ class TreeCache:
         self._keys = [block[index] for block in self._keys]
         self._values = [block[index] for block in self._values]
         self.lengths = [self.lengths[row] for row in index]
+
+    def forget_tree(self) -> None:
+        """Forget the nodes written since the last commit."""
+        self.nodes = 0
+
+    def poison(self) -> None:
+        """Overwrite all slots behind each row's committed tokens, with NaN where no pass reads them. For checks.
+
+        Where rows differ in length, a pass multiplies the slots behind the shorter ones by an attention weight of 0,
+        which NaN would survive; those get a number that is large and fits into half precision's products.
+        """
+        value = float("nan") if len(set(self.lengths)) == 1 else 100.0
+        for block in (*self._keys, *self._values):
+            for row, length in enumerate(self.lengths):
+                block[row, :, length:] = value
 
     def contents(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Return each layer's committed keys and values of `row`: `[H, length, E]` pairs. For checks."""

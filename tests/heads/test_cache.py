@@ -40,31 +40,50 @@ def check(cache: TreeCache, reference: ListCache) -> None:
             torch.testing.assert_close(values, stamp([row], layer, value=True)[0], rtol=0, atol=0)
 
 
+def write(cache: TreeCache, reference: ListCache, tree: list[list[int]], nodes: list[list[int]]) -> None:
+    """Add one pass to each row's `tree` and compare what attention would read with the lists."""
+    cache.begin(len(nodes[0]), torch.device("cpu"))
+    for row, new in zip(tree, nodes, strict=True):
+        row += new
+    longest = max(cache.lengths)
+    for layer in range(LAYERS):
+        stored = cache.write(layer, stamp(nodes, layer, value=False), stamp(nodes, layer, value=True))
+        for seen, value in zip(stored, (False, True), strict=True):
+            assert seen.shape == (len(nodes), HEADS, longest + len(tree[0]), SIZE + value)
+            for b, row in enumerate(reference.rows):
+                expected = stamp([row + tree[b]], layer, value=value)[0]
+                torch.testing.assert_close(seen[b, :, : len(row) + len(tree[b])], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_ragged_writes_commits_and_keeps_equal_lists(seed):
+def test_random_ragged_writes_commits_and_keeps_equal_lists(seed, grows):
+    """Trees are written in one to three passes, some are forgotten, and a small cache is made larger within them."""
     chance = random.Random(seed)
     rows = 1 + seed % 4
-    cache, reference = TreeCache(rows, 60), ListCache(rows)
+    cache, reference = TreeCache(rows, 2 if grows else 100), ListCache(rows)
     number = 0
     for step in range(10):
-        size = chance.randint(1, 5)
-        nodes = [[number + b * size + j for j in range(size)] for b in range(len(reference.rows))]
-        number += size * len(reference.rows)
-        cache.begin(size, torch.device("cpu"))
-        longest = max(cache.lengths)
-        for layer in range(LAYERS):
-            keys, values = cache.write(layer, stamp(nodes, layer, value=False), stamp(nodes, layer, value=True))
-            assert keys.shape == (len(reference.rows), HEADS, longest + size, SIZE)
-            for b, row in enumerate(reference.rows):
-                seen = stamp([row + nodes[b]], layer, value=False)[0]
-                torch.testing.assert_close(keys[b, :, : len(row) + size], seen, rtol=0, atol=0)
-                seen = stamp([row + nodes[b]], layer, value=True)[0]
-                torch.testing.assert_close(values[b, :, : len(row) + size], seen, rtol=0, atol=0)
+        for forgotten in [True] * chance.randint(0, 1) + [False]:
+            tree: list[list[int]] = [[] for _ in reference.rows]
+            for _ in range(chance.randint(1, 3)):
+                size = chance.randint(1, 4)
+                nodes = [[number + b * size + j for j in range(size)] for b in range(len(reference.rows))]
+                number += size * len(reference.rows)
+                if grows:
+                    cache.reserve_for(size)
+                write(cache, reference, tree, nodes)
+            if forgotten:
+                cache.forget_tree()
+                check(cache, reference)
+        size = len(tree[0])
+        assert cache.used == max(cache.lengths) + size == max(cache.lengths) + cache.nodes
         # path node numbers ascend, as parents come before children; sometimes nothing is kept
         paths = [sorted(chance.sample(range(size), chance.randint(0 if step else 1, size))) for _ in reference.rows]
         cache.commit(paths)
-        reference.commit(nodes, paths)
+        reference.commit(tree, paths)
         check(cache, reference)
+        assert cache.nodes == 0
         if step in (3, 6) and len(reference.rows) > 1:
             kept = chance.sample(range(len(reference.rows)), len(reference.rows) - 1)
             cache.keep(kept)
@@ -86,6 +105,7 @@ def test_overlapping_moves_do_not_overwrite_their_own_sources():
 def test_a_pass_that_is_not_committed_leaves_no_trace():
     cache = TreeCache(2, 12)
     for attempt in (100, 0):
+        cache.forget_tree()
         nodes = [[attempt + 1, attempt + 2, attempt + 3], [attempt + 4, attempt + 5, attempt + 6]]
         cache.begin(3, torch.device("cpu"))
         cache.write(0, stamp(nodes, 0, value=False), stamp(nodes, 0, value=True))
@@ -133,3 +153,85 @@ def test_unwritten_slots_are_finite():
     keys, values = cache.write(0, torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4))
     assert keys.isfinite().all()
     assert values.isfinite().all()
+
+
+def started(rows: list[list[int]], capacity: int) -> tuple[TreeCache, ListCache]:
+    """A cache with these committed tokens; each row is committed up to its own length."""
+    cache, reference = TreeCache(len(rows), capacity), ListCache(len(rows))
+    longest = max(map(len, rows))
+    padded = [row + [999] * (longest - len(row)) for row in rows]
+    cache.begin(longest, torch.device("cpu"))
+    for layer in range(LAYERS):
+        cache.write(layer, stamp(padded, layer, value=False), stamp(padded, layer, value=True))
+    cache.commit([range(len(row)) for row in rows])
+    reference.rows = [list(row) for row in rows]
+    return cache, reference
+
+
+def test_reserving_keeps_committed_tokens_and_the_tree_and_happens_only_where_needed():
+    cache, reference = started([[1, 2, 3], [4]], 5)
+    write(cache, reference, [[], []], [[5, 6], [7, 8]])
+    blocks = [*cache._keys, *cache._values]
+    for nodes in (0, -2):
+        cache.reserve_for(nodes)
+    assert cache.capacity == 5
+    assert all(a is b for a, b in zip(blocks, [*cache._keys, *cache._values], strict=True))
+    with pytest.raises(RuntimeError, match="5 slots cannot take 3 nodes after 3 tokens"):
+        cache.begin(1, torch.device("cpu"))
+    cache.reserve_for(1)
+    assert cache.capacity == 12
+    assert all(block.shape[2] == 12 for block in (*cache._keys, *cache._values))
+    write(cache, reference, [[5, 6], [7, 8]], [[9], [10]])
+    cache.commit([[0, 2], [1, 2]])
+    reference.commit([[5, 6, 9], [7, 8, 10]], [[0, 2], [1, 2]])
+    check(cache, reference)
+    empty = TreeCache(2, 1)
+    empty.reserve_for(3)
+    write(empty, ListCache(2), [[], []], [[1, 2, 3], [4, 5, 6]])
+
+
+def test_a_pass_that_does_not_fit_leaves_the_tree_as_it_was():
+    cache, reference = started([[1, 2], [3]], 4)
+    write(cache, reference, [[], []], [[4], [5]])
+    with pytest.raises(RuntimeError, match="4 slots cannot take 3 nodes after 2 tokens"):
+        cache.begin(2, torch.device("cpu"))
+    write(cache, reference, [[4], [5]], [[6], [7]])
+    cache.commit([[0, 1], [1]])
+    reference.commit([[4, 6], [5, 7]], [[0, 1], [1]])
+    check(cache, reference)
+
+
+@pytest.mark.parametrize("rows", [[[1, 2, 3]], [[1, 2], [3, 4]], [[1, 2, 3], [4], [5, 6]]])
+def test_poison_spares_committed_tokens_and_spoils_all_else_finitely_where_a_pass_could_multiply_it(rows):
+    cache, reference = started(rows, 9)
+    write(cache, reference, [[] for _ in rows], [[10 + b, 20 + b] for b in range(len(rows))])
+    cache.commit([[0] for _ in rows])
+    reference.commit([[10 + b, 20 + b] for b in range(len(rows))], [[0] for _ in rows])
+    cache.poison()
+    check(cache, reference)
+    equal = len({len(row) for row in rows}) == 1
+    for block in (*cache._keys, *cache._values):
+        for b, length in enumerate(cache.lengths):
+            behind = block[b, :, length:]
+            assert behind.isnan().all() if equal else (behind >= 10).all()
+            assert equal or behind.isfinite().all()
+    # the next tree is read whole, and nothing of the poison with it where rows are equally long
+    tree = [[] for _ in rows]
+    write(cache, reference, tree, [[30 + b] for b in range(len(rows))])
+    write(cache, reference, tree, [[40 + b, 50 + b] for b in range(len(rows))])
+    seen = cache._keys[0][:, :, : cache.used]
+    assert seen.isfinite().all()
+    cache.commit([[0, 2] for _ in rows])
+    reference.commit(tree, [[0, 2] for _ in rows])
+    check(cache, reference)
+
+
+def test_a_tree_of_several_passes_moves_over_itself_without_overwriting_its_sources():
+    cache, reference = started([[1], [2, 3]], 20)
+    tree: list[list[int]] = [[], []]
+    for first in (10, 20, 30):
+        write(cache, reference, tree, [[first, first + 1, first + 2], [first + 3, first + 4, first + 5]])
+    paths = [[1, 2, 4, 5, 7, 8], [0, 4, 8]]
+    cache.commit(paths)
+    reference.commit(tree, paths)
+    check(cache, reference)
