@@ -55,7 +55,7 @@ def first_difference(
         prompt_ids: The prompt.
         first: New tokens of one text.
         second: New tokens of the other.
-        sampling: Settings of both, with a seed unless greedy.
+        sampling: Settings of both, with a seed unless greedy, and without processors that keep a state.
         row: Row of the batch, for the noise.
     """
     if list(first) == list(second):
@@ -66,22 +66,22 @@ def first_difference(
     tokens = (first[same] if same < len(first) else None, second[same] if same < len(second) else None)
     if tokens[0] is None or tokens[1] is None:
         return Difference(same, tokens, float("inf"), 0.0)
-    context = [*prompt_ids, *first[:same]]
+    sampler = Sampler(sampling.with_seed(1) if sampling.seed is None else sampling, row, prompt_ids)
+    sampler.context += first[:same]
     with torch.inference_mode():
-        ids = torch.tensor([context], device=target.device)
+        ids = torch.tensor([sampler.context], device=target.device)
         logits = target.model(input_ids=ids, use_cache=False).logits[0, -1]
-    sampler = Sampler(sampling.with_seed(1) if sampling.seed is None else sampling, row, context)
     scores = sampler.scores(logits, [])[0].double()
     if not sampling.greedy:
         everything = torch.arange(len(scores), device=scores.device)
-        scores = scores + noise.gumbel([sampler.key(noise.TARGET, len(context))], everything)[0]
+        scores = scores + noise.gumbel([sampler.key(noise.TARGET, len(sampler.context))], everything)[0]
     chosen = scores[list(tokens)]
     best_two = set(scores.topk(2).indices.tolist()) == set(tokens)
     gap = float((chosen[0] - chosen[1]).abs()) if best_two else float("inf")
-    return Difference(same, tokens, gap, _tolerance(target.dtype, float(logits.max().abs())))
+    return Difference(same, tokens, gap, tolerance(target.dtype, float(logits.max().abs())))
 
 
-def _tolerance(dtype: torch.dtype, logit: float) -> float:
+def tolerance(dtype: torch.dtype, logit: float) -> float:
     """Return the largest gap that rounding explains."""
     if dtype == torch.float64:
         return 0.0

@@ -1,29 +1,36 @@
 """From logits to a distribution and from a distribution to a token: one function for plain and speculative decoding.
 
-The order is transformers': penalties, the user's processors, temperature, top-k, top-p, min-p. Temperature 0 is a
-one-hot on the best processed token. Randomness is keyed by position (`decode.noise`), so a token depends on the seed,
-its place and its context, not on how it was reached.
+The order is transformers': penalties, bad words, prefix constraint, the user's processors, temperature, top-k, top-p,
+min-p, typical-p. Presence and frequency penalties, which it lacks, follow the repetition penalty, as in vLLM. All see
+the prompt, the text and the path to the node that is scored. Temperature 0 is a one-hot on the best processed token.
+Randomness is keyed by position (`decode.noise`), so a token depends on the seed, its place and its context, not on how
+it was reached.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from decode import noise
+from decode.processors import AllowedTokens, CountPenalty, copies, prefix_constraint
 
 
 @dataclass(frozen=True)
@@ -38,44 +45,92 @@ class Sampling:
     """Keep the smallest set of best tokens that holds this much probability."""
     min_p: float = 0.0
     """Keep tokens at least this likely relative to the best."""
+    typical_p: float = 1.0
+    """Keep the tokens of most typical surprise that hold this much probability (Meister et al. 2022)."""
     repetition_penalty: float = 1.0
     """Divide (positive) or multiply (negative) the logits of tokens that occur in prompt or output (Keskar et al.
     2019)."""
+    presence_penalty: float = 0.0
+    """Subtract this from the logits of tokens that occur in the output."""
+    frequency_penalty: float = 0.0
+    """Subtract this for each time a token occurs in the output."""
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    """Token sequences that may not occur. Unlike in transformers, that may be an end-of-text token."""
+    prefix_allowed_tokens_fn: AllowedTokens | None = None
+    """(row of the batch, [length] ids of prompt and text) -> the only tokens that may follow; as in transformers, even
+    where all of them are bad words."""
     processors: Sequence[LogitsProcessor] = ()
-    """Any transformers processors (a `LogitsProcessorList` too). They are called with `[1, length]` ids and `[1, V]`
-    scores, for each token of the text once; a processor must be a function of these two, since text may be proposed
-    and taken back."""
+    """Any transformers processors (a `LogitsProcessorList` too), called with `[1, length]` ids and `[1, V]` scores. One
+    with a state, such as a grammar, works with acceptance rules that are `in_order`, as "match" is: it is asked once
+    for each token of the text, in order, and never behind an end-of-text token, just as in plain decoding. Behind a
+    stop string it may be asked. Make a new one for each call; rows of a batch get copies of it."""
     seed: int | Sequence[int] | None = None
     """Row r of a batch draws from (seed, r); a list gives row r the noise of a single prompt with `seed[r]`. None
     draws a seed, which the result reports."""
 
     def __post_init__(self) -> None:
         """Reject values that no distribution has."""
+        finite = "a finite number (0 is no penalty)"
         checks = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "temperature": (0 <= self.temperature < math.inf, "at least 0 (0 is greedy) and finite"),
             "top_k": (self.top_k is None or self.top_k >= 1, "at least 1, or None to keep all tokens"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is no penalty)"),
+            "typical_p": (0 < self.typical_p <= 1, "above 0 and at most 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is no penalty) and finite"),
+            "presence_penalty": (math.isfinite(self.presence_penalty), finite),
+            "frequency_penalty": (math.isfinite(self.frequency_penalty), finite),
+            "bad_words_ids": (
+                isinstance(self.bad_words_ids, Sequence) and all(map(_is_token_sequence, self.bad_words_ids)),
+                "non-empty lists of token ids, such as [[5], [7, 8]]",
+            ),
+            "seed": (
+                self.seed is None or all(isinstance(seed, int) for seed in self._seeds),
+                "a number, a list of numbers (one for each prompt), or None",
+            ),
+            "prefix_allowed_tokens_fn": (
+                self.prefix_allowed_tokens_fn is None or callable(self.prefix_allowed_tokens_fn),
+                "a function of row and token ids, or None",
+            ),
         }
         for name, (good, expected) in checks.items():
             if not good:
                 raise ValueError(f"{name} must be {expected}, got {vars(self)[name]}")
 
     @property
+    def _seeds(self) -> Sequence[object]:
+        return self.seed if isinstance(self.seed, Sequence) else [self.seed]
+
+    @property
     def greedy(self) -> bool:
         """Whether there is no randomness."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def needs_context(self) -> bool:
         """Whether the distribution depends on more than the logits."""
-        return self.repetition_penalty != 1.0 or len(self.processors) > 0
+        return len(self._context_processors(0, 0)) > 0
 
-    @cached_property
-    def _context_processors(self) -> list[LogitsProcessor]:
-        penalty = [] if self.repetition_penalty == 1.0 else [RepetitionPenaltyLogitsProcessor(self.repetition_penalty)]
-        return [*penalty, *self.processors]
+    def processor_list(self, row: int, prompt_length: int) -> list[LogitsProcessor]:
+        """Return what `to_scores` applies, in order, to the logits of one row.
+
+        Args:
+            row: Row of the batch.
+            prompt_length: Tokens of the context that presence and frequency penalties leave out.
+        """
+        return [*self._context_processors(row, prompt_length), *self._warpers]
+
+    def _context_processors(self, row: int, prompt_length: int) -> list[LogitsProcessor]:
+        made: list[LogitsProcessor] = []
+        if self.repetition_penalty != 1.0:
+            made.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if self.presence_penalty or self.frequency_penalty:
+            made.append(CountPenalty(self.presence_penalty, self.frequency_penalty, prompt_length))
+        if self.bad_words_ids:
+            made.append(NoBadWordsLogitsProcessor([list(map(int, words)) for words in self.bad_words_ids]))
+        if self.prefix_allowed_tokens_fn is not None:
+            made.append(prefix_constraint(self.prefix_allowed_tokens_fn, row))
+        return [*made, *self.processors]
 
     @cached_property
     def _warpers(self) -> list[LogitsProcessor]:
@@ -90,6 +145,8 @@ class Sampling:
             warpers.append(TopPLogitsWarper(self.top_p))
         if self.min_p > 0.0:
             warpers.append(MinPLogitsWarper(self.min_p))
+        if self.typical_p < 1.0:
+            warpers.append(TypicalLogitsWarper(self.typical_p))
         return warpers
 
     def with_seed(self, rows: int) -> Sampling:
@@ -105,22 +162,26 @@ class Sampling:
         return self
 
 
-def to_scores(logits: Tensor, context: Tensor | None, sampling: Sampling) -> Tensor:
+def _is_token_sequence(words: object) -> bool:
+    return (
+        isinstance(words, Sequence) and len(words) > 0 and all(isinstance(t, Integral) and int(t) >= 0 for t in words)
+    )
+
+
+def to_scores(logits: Tensor, context: Tensor | None, processors: Sequence[LogitsProcessor]) -> Tensor:
     """Return the processed scores whose softmax is the target's distribution; -inf where it is zero.
 
     Args:
         logits: [1, V] the target's raw logits after `context`.
-        context: [1, length] prompt and text so far; None is allowed where `sampling.needs_context` is false.
-        sampling: The settings.
+        context: [1, length] prompt and text so far; None is allowed where `Sampling.needs_context` is false.
+        processors: What `Sampling.processor_list` returns.
 
     Returns:
         [1, V] float32 (float64 for float64 logits). With temperature 0 the distribution is the one-hot of its argmax.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    for processor in sampling._context_processors:
+    for processor in processors:
         scores = processor(context, scores)
-    for warper in sampling._warpers:
-        scores = warper(context, scores)
     return scores
 
 
@@ -134,19 +195,24 @@ def to_probs(scores: Tensor, sampling: Sampling) -> Tensor:
 class Sampler:
     """One row's settings, noise and text so far (prompt, emitted tokens, the root last)."""
 
-    def __init__(self, sampling: Sampling, row: int, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, sampling: Sampling, row: int, prompt: Sequence[int], eos_ids: frozenset[int] = frozenset()
+    ) -> None:
         """Start a row.
 
         Args:
             sampling: Settings whose seed is set.
             row: Row of the batch.
             prompt: Its tokens.
+            eos_ids: Tokens that end the text.
         """
         if sampling.seed is None:
             raise ValueError("the seed must be set: call Sampling.with_seed first")
         self.sampling = sampling
         self.seed = sampling.seed if isinstance(sampling.seed, int) else sampling.seed[row]
         self._stream = noise.key(self.seed, row if isinstance(sampling.seed, int) else 0)
+        self._processors = sampling.processor_list(row, len(prompt))
+        self._eos_ids = eos_ids
         self.context = list(prompt)
         self._coins = 0
 
@@ -156,10 +222,18 @@ class Sampler:
 
     def scores(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """Return the scores after the context and the tokens of `path` (root excluded): [V] -> [1, V]."""
+        if not self._eos_ids.isdisjoint(path):
+            return to_scores(logits[None], None, ())  # of a token that is never kept: plain decoding does not ask
         context = None
         if self.sampling.needs_context:
             context = torch.tensor([[*self.context, *path]], device=logits.device)
-        return to_scores(logits[None], context, self.sampling)
+        scores = to_scores(logits[None], context, self._processors)
+        if context is not None and float(scores.max()) == -math.inf:
+            raise ValueError(
+                f"no token may follow {context.shape[1]} tokens of a prompt and its text (the last are "
+                f"{context[0, -5:].tolist()}): bad_words_ids, processors and prefix_allowed_tokens_fn ban all of them"
+            )
+        return scores
 
     def probs(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """Return the target's distribution after `path`: [V] -> [V] float64."""
@@ -188,3 +262,23 @@ class Sampler:
     def _coin(self) -> float:
         self._coins += 1
         return noise.uniform(self.key(noise.COIN, self._coins))
+
+
+def batch_samplers(
+    sampling: Sampling, prompts: Sequence[Sequence[int]], eos_ids: frozenset[int] = frozenset()
+) -> list[Sampler]:
+    """Start all rows of a batch; more than one have copies of the user's processors, so that no row sees another's.
+
+    Args:
+        sampling: Settings; a seed is drawn if there is none.
+        prompts: Token ids of each row.
+        eos_ids: Tokens that end a text.
+
+    Raises:
+        ValueError: If a list of seeds has another length, or a processor cannot be copied.
+    """
+    settings = sampling.with_seed(len(prompts))
+    rows = [settings]
+    if len(prompts) > 1:
+        rows = [replace(settings, processors=copies(settings.processors)) for _ in prompts]
+    return [Sampler(own, row, prompt, eos_ids) for row, (own, prompt) in enumerate(zip(rows, prompts, strict=True))]

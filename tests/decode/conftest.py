@@ -55,10 +55,11 @@ def slow_decode(
 ) -> list[int]:
     """New tokens by one full forward for each, without cache, trees or the loop."""
     text = list(prompt)
+    processors = sampling.processor_list(row, len(prompt))
     for _ in range(limit):
         with torch.no_grad():
             logits = target.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1]
-        scores = to_scores(logits, torch.tensor([text]), sampling)[0]
+        scores = to_scores(logits, torch.tensor([text]), processors)[0]
         if sampling.temperature > 0:
             key = noise.key(noise.key(seed, row), noise.TARGET, len(text))
             scores = scores.double() + noise.gumbel([key], torch.arange(len(scores)))[0]

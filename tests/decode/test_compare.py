@@ -13,7 +13,7 @@ PROMPT = [5, 6, 7]
 def measured_gap(target, context, tokens, sampling, key=None) -> float:
     with torch.no_grad():
         logits = target.model(torch.tensor([context]), use_cache=False).logits[:, -1]
-    scores = to_scores(logits, torch.tensor([context]), sampling)[0].double()
+    scores = to_scores(logits, torch.tensor([context]), sampling.processor_list(0, len(PROMPT)))[0].double()
     if key is not None:
         scores = scores + noise.gumbel([key], torch.arange(len(scores)))[0]
     assert set(scores.topk(2).indices.tolist()) == set(tokens)
@@ -23,7 +23,7 @@ def measured_gap(target, context, tokens, sampling, key=None) -> float:
 def second_best(target, context, sampling, key=None) -> tuple[int, int]:
     with torch.no_grad():
         logits = target.model(torch.tensor([context]), use_cache=False).logits[:, -1]
-    scores = to_scores(logits, torch.tensor([context]), sampling)[0].double()
+    scores = to_scores(logits, torch.tensor([context]), sampling.processor_list(0, len(PROMPT)))[0].double()
     if key is not None:
         scores = scores + noise.gumbel([key], torch.arange(len(scores)))[0]
     best, second = scores.topk(2).indices.tolist()

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from decode import Sampling, generate, noise
 from decode.sampling import Sampler, to_probs, to_scores
@@ -13,12 +18,21 @@ V = 320
 
 def processors() -> LogitsProcessorList:
     return LogitsProcessorList(
-        [NoRepeatNGramLogitsProcessor(2), NoBadWordsLogitsProcessor([[7], [3, 11]], eos_token_id=1)]
+        [NoRepeatNGramLogitsProcessor(2), SequenceBiasLogitsProcessor([[[7], -2.0], [[3, 11], 4.0]])]
     )
 
 
 def logits_of(seed: int = 0, size: int = V, scale: float = 3.0) -> torch.Tensor:
     return scale * torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def name(value: object) -> str:
+    """A test's name: without addresses, which differ between processes."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ",".join(
+        f"{key}={'given' if key in ('prefix_allowed_tokens_fn', 'processors') else value[key]}" for key in value
+    )
 
 
 SETTINGS = [
@@ -30,28 +44,42 @@ SETTINGS = [
     {"temperature": 1.3, "repetition_penalty": 1.8, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.6, "repetition_penalty": 0.5, "min_p": 1.0},
     {"repetition_penalty": 3.0},
+    {"temperature": 0.9, "typical_p": 0.3},
+    {"temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.8},
+    {"bad_words_ids": [[7], [3, 11], [9, 3, 12], [0] * 9]},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "bad_words_ids": [[3, 11], [3]], "typical_p": 0.5},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [row, 7, 11, 40 + int(ids[-1])]},
+    {"temperature": 0.9, "bad_words_ids": [[7]], "prefix_allowed_tokens_fn": lambda row, ids: [7]},
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=name)
 @pytest.mark.parametrize("with_processors", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_scores_are_those_of_transformers_own_chain(tiny_target, settings, with_processors, dtype):
-    config = GenerationConfig(do_sample="temperature" in settings, **settings)
+    options = {name: value for name, value in settings.items() if name != "prefix_allowed_tokens_fn"}
+    config = GenerationConfig(do_sample="temperature" in settings, num_beams=1, num_return_sequences=1, **options)
     config.top_k = settings.get("top_k", 0)
     custom = processors() if with_processors else LogitsProcessorList()
     tiny_target.model._prepare_special_tokens(config)
-    chain = tiny_target.model._get_logits_processor(config, len(CONTEXT), logits_processor=custom, device="cpu")
+    chain = tiny_target.model._get_logits_processor(
+        config,
+        len(CONTEXT),
+        prefix_allowed_tokens_fn=settings.get("prefix_allowed_tokens_fn"),
+        logits_processor=custom,
+        device="cpu",
+    )
     sampling = Sampling(**settings, processors=custom)
+    ours = sampling.processor_list(0, len(CONTEXT))
     context = torch.tensor([CONTEXT])
     for seed in range(5):
         logits = logits_of(seed).to(dtype)[None]
         kept = logits.clone()
-        found = to_scores(logits, context, sampling)
+        found = to_scores(logits, context, ours)
         expected = chain(context, logits.clone().to(torch.promote_types(dtype, torch.float32)))
         assert torch.equal(found, expected)
         assert torch.equal(logits, kept)  # the caller's logits are left alone
-        assert sampling.needs_context or torch.equal(to_scores(logits, None, sampling), expected)
+        assert sampling.needs_context or torch.equal(to_scores(logits, None, ours), expected)
 
 
 def test_probabilities_are_a_softmax_or_a_one_hot():
@@ -64,7 +92,7 @@ def test_probabilities_are_a_softmax_or_a_one_hot():
     assert probs.dtype == torch.float64
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=name)
 def test_the_path_is_part_of_the_context(settings):
     sampling = Sampling(**settings, processors=processors(), seed=1)
     logits = logits_of()
@@ -162,11 +190,46 @@ def test_coins_follow_their_probability_and_extremes_are_certain(oracles):
         ({"min_p": -0.1}, "min_p must be between 0 and 1"),
         ({"min_p": 1.1}, "min_p must be between 0 and 1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0 .* and finite, got inf"),
+        ({"temperature": float("inf")}, "temperature must be at least 0 .* and finite, got inf"),
+        ({"typical_p": 0.0}, "typical_p must be above 0 and at most 1, got 0.0"),
+        ({"typical_p": 1.1}, "typical_p must be above 0 and at most 1"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number .* got nan"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty must be a finite number"),
+        ({"bad_words_ids": [[3], []]}, r"bad_words_ids must be non-empty lists of token ids.* got \[\[3\], \[\]\]"),
+        ({"bad_words_ids": [[3, -1]]}, "bad_words_ids must be non-empty lists"),
+        ({"bad_words_ids": [3, 4]}, "bad_words_ids must be non-empty lists"),
+        ({"bad_words_ids": ["word"]}, "bad_words_ids must be non-empty lists"),
+        ({"bad_words_ids": [[1.5]]}, "bad_words_ids must be non-empty lists"),
+        ({"bad_words_ids": None}, "bad_words_ids must be non-empty lists"),
+        ({"prefix_allowed_tokens_fn": [1, 2]}, "prefix_allowed_tokens_fn must be a function"),
     ],
 )
 def test_settings_no_distribution_has_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"bad_words_ids": ((3,),)}, True),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, True),
+        ({"processors": (NoRepeatNGramLogitsProcessor(2),)}, True),
+    ],
+    ids=name,
+)
+def test_context_is_needed_by_what_looks_at_it(settings, needed):
+    sampling = Sampling(**settings)
+    assert sampling.needs_context == needed
+    assert hash(sampling) == hash(Sampling(**settings))  # also with what was cached
+    assert sampling == Sampling(**settings) != Sampling(temperature=0.1)
+    assert Sampler(Sampling(**settings, seed=0), 0, [2]).scores(logits_of(), [3]).shape == (1, V)
 
 
 def test_seeds_are_checked_drawn_and_reported(tiny_target):
