@@ -1,8 +1,8 @@
 """Acceptance rules: which drafted tokens stay, and which token follows them.
 
-A rule sees trees, the target's logits at their nodes and a source of randomness, and decides paths. Both rules here
-are exact: the emitted text has the target's own distribution, whatever was drafted. Greedy decoding is either rule at
-temperature 0.
+A rule sees trees, the target's logits at their nodes and a source of randomness, and decides paths. `Match`,
+`Rejection` and `Block` are exact: the emitted text has the target's own distribution, whatever was drafted. `Typical`
+(`decode.typical`) is not. Greedy decoding is any of them at temperature 0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decode.sampling import Sampling
 from decode.tree import TokenTree
@@ -53,8 +54,21 @@ class AcceptRule(Protocol):
     """Trees and the target's logits at their nodes -> a verdict for each row."""
 
     @property
+    def exact(self) -> bool:
+        """Whether the emitted text has the target's distribution."""
+        ...
+
+    @property
     def shares_noise(self) -> bool:
         """Whether drafts may be ranked with the noise the target's token will be chosen with."""
+        ...
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a row is asked for its distribution once for each token of its text, in order.
+
+        And never behind a draft that is dropped: a logits processor with a state needs that.
+        """
         ...
 
     def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
@@ -76,7 +90,9 @@ class Match:
     the text is that of plain decoding with the same seed (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     """
 
+    exact: bool = field(default=True, init=False)
     shares_noise: bool = field(default=True, init=False)
+    in_order: bool = field(default=True, init=False)
 
     def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
         """Decide all rows; see `AcceptRule`."""
@@ -115,13 +131,17 @@ def _match_greedy(trees: Sequence[TokenTree], logits: Tensor) -> list[Verdict]:
 class Rejection:
     """Accept a drawn child with min(1, p/q), else draw from the residual.
 
-    Leviathan et al. 2023 (arXiv:2211.17192, algorithm 1) for chains; for several children the recursion without
-    replacement of Jeon et al. 2024 (arXiv:2402.14160): after each rejection p becomes the normalised (p - q)+ and q
-    loses the token that was drawn. Children that were not drawn are point masses: accepted with p, else p loses the
-    token.
+    Leviathan et al. 2023 (arXiv:2211.17192, algorithm 1) for chains; for several drawn children the recursion of Miao
+    et al. 2024 (arXiv:2305.09781, algorithm 2; independent draws) or Jeon et al. 2024 (arXiv:2402.14160; without
+    replacement): after each rejection p becomes the normalised (p - q)+, and q loses the token that was drawn unless
+    draws are independent. Children that were not drawn are point masses and come last: accepted with p, else p loses
+    the token. A tree of ranked tokens with one drawn child is the greedy multi-draft of Hu et al. 2025
+    (arXiv:2502.18779).
     """
 
+    exact: bool = field(default=True, init=False)
     shares_noise: bool = field(default=False, init=False)
+    in_order: bool = field(default=True, init=False)
 
     def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
         """Decide all rows; see `AcceptRule`."""
@@ -131,41 +151,109 @@ class Rejection:
         tokens = tree.token_ids.tolist()
         path = [0]
         while True:
-            node = path[-1]
-            p = row.probs(logits[node], [tokens[n] for n in path[1:]])
-            q = None if tree.draft_probs is None else tree.draft_probs[node].to(p.dtype)
-            for child in tree.shape.children[node]:
-                token = tokens[child]
-                if row.flip(_accept_probability(p, q, token)):
-                    path.append(child)
-                    break
-                p, q = _after_rejection(p, q, token)
-            else:
+            p = row.probs(logits[path[-1]], [tokens[node] for node in path[1:]])
+            child, p = self._choose_child(tree, tokens, path[-1], p, row)
+            if child is None:
                 return Verdict(tuple(path), row.draw(p))
+            path.append(child)
+
+    def _choose_child(
+        self, tree: TokenTree, tokens: list[int], node: int, p: Tensor, row: Randomness
+    ) -> tuple[int | None, Tensor]:
+        """Return the accepted child of `node`, or None, and what is left of the target's distribution `p`."""
+        drawn = [c for c in tree.shape.children[node] if tree.draws is not None and tree.draws.drawn[c]]
+        if tree.draws is not None and drawn:
+            q = tree.draws.probs[node].to(p.dtype)
+            for child in drawn:
+                if row.flip(min(1.0, probability_ratio(p, q, tokens[child]))):
+                    return child, p
+                p = residual(p, q)
+                if not tree.draws.replacement:
+                    q = without(q, tokens[child])
+        for child in tree.shape.children[node]:
+            if child not in drawn:
+                if row.flip(float(p[tokens[child]])):
+                    return child, p
+                p = without(p, tokens[child])
+        return None, p
 
 
-def _accept_probability(p: Tensor, q: Tensor | None, token: int) -> float:
-    target = float(p[token])
-    if q is None:
-        return target
+@dataclass(frozen=True)
+class Block:
+    """Verify a drawn chain as a whole (Sun et al. 2025, arXiv:2403.10444, algorithm 2).
+
+    Like `Rejection`, but a token that is too likely under the draft may be paid for by later tokens that are too
+    unlikely: exact, and never accepts fewer tokens in expectation.
+    """
+
+    exact: bool = field(default=True, init=False)
+    shares_noise: bool = field(default=False, init=False)
+    in_order: bool = field(default=False, init=False)
+
+    def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
+        """Decide all rows; see `AcceptRule`.
+
+        Raises:
+            ValueError: If a tree has branches.
+        """
+        for tree in trees:
+            if any(len(children) > 1 for children in tree.shape.children):
+                raise ValueError("block verification is for chains, but a drafted tree has branches; use a Chain")
+        return [self._walk(tree, logits[b], row) for b, (tree, row) in enumerate(zip(trees, rows, strict=True))]
+
+    def _walk(self, tree: TokenTree, logits: Tensor, row: Randomness) -> Verdict:
+        tokens = tree.token_ids.tolist()
+        p: list[Tensor] = []
+        q: list[Tensor] = []
+        ratios = [1.0]  # r_i: p/q of the first i tokens together, never above 1
+        for node, token in enumerate(tokens[1:]):
+            p.append(row.probs(logits[node], tokens[1 : node + 1]))
+            q.append(self._draft_law(tree, node, token, p[node]))
+            ratios.append(min(1.0, ratios[-1] * probability_ratio(p[node], q[node], token)))
+            if ratios[-1] == 0:
+                break  # no longer block can be accepted: the target is not asked behind a token that it forbids
+        else:
+            p.append(row.probs(logits[len(q)], tokens[1:]))
+        length = len(q)
+        # every length is tried and the longest success wins, so the longest is tried first
+        end = next((i for i in range(length, 0, -1) if row.flip(self._accept_block(p, q, ratios, i))), 0)
+        rest = p[end] if end == length else residual(ratios[end] * p[end], q[end])
+        return Verdict(tuple(range(end + 1)), row.draw(rest))
+
+    @staticmethod
+    def _draft_law(tree: TokenTree, node: int, token: int, like: Tensor) -> Tensor:
+        if tree.draws is not None and tree.draws.drawn[node + 1]:
+            return tree.draws.probs[node].to(like.dtype)
+        return F.one_hot(torch.tensor(token, device=like.device), len(like)).to(like.dtype)
+
+    @staticmethod
+    def _accept_block(p: Sequence[Tensor], q: Sequence[Tensor], ratios: Sequence[float], end: int) -> float:
+        """Return h_end, the probability of accepting at least `end` tokens if no longer block was accepted."""
+        ratio = ratios[end]
+        if end == len(q):
+            return ratio
+        mass = float((ratio * p[end] - q[end]).clamp(min=0.0).sum())
+        missing = mass + (1.0 - ratio)  # in this order: mass + 1 - ratio would lose a small mass
+        return mass / missing if missing > 0 else 1.0
+
+
+def probability_ratio(p: Tensor, q: Tensor, token: int) -> float:
+    """Return p/q at a drawn token; 0 where q is 0, which was not drawn."""
     drawn = float(q[token])
-    return min(1.0, target / drawn) if drawn > 0 else 0.0
+    return float(p[token]) / drawn if drawn > 0 else 0.0
 
 
-def _after_rejection(p: Tensor, q: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
-    """Return the residual target distribution and what remains of the draft distribution."""
-    if q is None:
-        residual = p.clone()
-        residual[token] = 0.0
-    else:
-        residual = (p - q).clamp(min=0.0)
-        q = q.clone()
-        q[token] = 0.0
-        left = q.sum()
-        q = q / left if left > 0 else q
-    mass = residual.sum()
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Return what is left of the target's distribution after a draw from q was rejected: normalised (p - q)+."""
+    left = (p - q).clamp(min=0.0)
+    mass = left.sum()
     # p == q up to rounding: rejection had probability 0, so any law will do; p keeps it finite
-    return (residual / mass if mass > 0 else p), q
+    return left / mass if mass > 0 else p
 
 
-RULES: dict[str, AcceptRule] = {"match": Match(), "rejection": Rejection()}
+def without(p: Tensor, token: int) -> Tensor:
+    """Return p without a token, normalised."""
+    left = p.clone()
+    left[token] = 0.0
+    mass = left.sum()
+    return left / mass if mass > 0 else left

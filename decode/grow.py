@@ -2,8 +2,8 @@
 
 A static tree is a list of paths of child ranks, as in Medusa (arXiv:2401.10774, section 2.1.2): (0, 2) is the
 third-best token of the second head below the best token of the first. At temperature > 0 ranks are taken from logits
-perturbed by the very noise with which the target will choose, so that drafts follow the draw. Drawn drafts
-(`sampled=True`) use noise of their own and carry their distribution, for `Rejection`.
+perturbed by the very noise with which the target will choose, so that drafts follow the draw. Drawn drafts (`draw`)
+use noise of their own and carry their distribution, for `Rejection` and `Block`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from decode import noise
+from decode.children import Children, Draw, ranked
 from decode.sampling import Sampler
-from decode.tree import TokenTree, TreeShape, tree_shape
+from decode.tree import Draws, TokenTree, TreeShape, tree_shape
 from heads import Drafter
 
 Paths = tuple[tuple[int, ...], ...]
@@ -63,11 +63,19 @@ class StaticTree:
 
     paths: Paths
     """Child ranks from the root; a path's parent and its elder sibling must be in the list too."""
-    sampled: bool = False
-    """Draw children, without replacement, in the order of their ranks."""
+    draw: Draw = "none"
+    """Whether children are drawn at temperature > 0, and how; see `Draw`."""
+    temperature: float | None = None
+    """Of the drafts; None for the target's. 0 ranks by the logits alone."""
 
     def __post_init__(self) -> None:
-        """Sort the paths by depth and reject gaps."""
+        """Sort the paths by depth and reject gaps and settings that there are not."""
+        if self.draw not in get_args(Draw):
+            raise ValueError(f"draw must be one of {', '.join(get_args(Draw))}, got {self.draw!r}")
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ValueError(
+                f"the drafts' temperature must be at least 0, or None for the target's, got {self.temperature}"
+            )
         paths = tuple(sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path)))
         for path in paths:
             needed = {path[:-1], (*path[:-1], path[-1] - 1) if path and path[-1] else path[:-1]}
@@ -99,32 +107,52 @@ class StaticTree:
                 f"the tree is {self.depth} deep, but the head drafts only {drafter.max_depth} tokens ahead"
             )
         shape, levels = _plan(self.paths, roots.device)
-        drawn = self.sampled and not rows[0].sampling.greedy
+        children = self._children(drafter, rows[0], logits, shared_noise=shared_noise)
         tokens = [roots[:, None]]
-        probs = roots.new_zeros((len(rows), self.size, drafter.vocab_size), dtype=torch.float64) if drawn else None
+        drawing = children is not None and children.draw != "none"
+        probs = roots.new_zeros((len(rows), self.size, drafter.vocab_size), dtype=torch.float64) if drawing else None
         level_logits = logits[:, None]  # [B, W, U], or [B, 1, U] where all nodes of a level share them
         for depth, level in enumerate(levels, start=1):
-            scores = _scores(level_logits, drafter.vocabulary, rows, depth, drawn=drawn, shared_noise=shared_noise)
-            ranked = scores.topk(level.width, dim=-1).indices.expand(-1, level.frontier.numel(), -1)
-            nodes = ranked[:, level.parents, level.ranks]  # [B, nodes of this level]
+            if children is None:
+                columns = ranked(level_logits, level.width, len(level.counts))
+            else:
+                columns, law = children.choose(level_logits, level.width, level.counts, rows, depth)
+                if probs is not None and law is not None:
+                    probs[:, level.frontier] = _over_target(law, drafter)
+            nodes = columns[:, level.parents, level.ranks]  # [B, nodes of this level]
             tokens.append(nodes if drafter.vocabulary is None else drafter.vocabulary[nodes])
-            if probs is not None:
-                probs[:, level.frontier] = _distribution(level_logits, drafter, rows[0])
             if level.inner.numel():
                 level_logits = drafter.extend(tokens[-1][:, level.inner], level.inner_parents.expand(len(rows), -1))
         token_ids = torch.cat(tokens, dim=1)
-        return [TokenTree(token_ids[b], shape, None if probs is None else probs[b]) for b in range(len(rows))]
+        return [TokenTree(ids, shape, self._draws(shape, probs, b)) for b, ids in enumerate(token_ids)]
+
+    def _children(self, drafter: Drafter, row: Sampler, logits: Tensor, *, shared_noise: bool) -> Children | None:
+        """Return how children are chosen at random, or None where they are the best by the logits alone."""
+        temperature = row.sampling.temperature if self.temperature is None else self.temperature
+        if row.sampling.greedy or temperature == 0 or (self.draw == "none" and not shared_noise):
+            return None
+        every = torch.arange(logits.shape[-1], device=logits.device)
+        columns = every if drafter.vocabulary is None else drafter.vocabulary
+        return Children(self.draw, temperature, shared_noise, columns)
+
+    def _draws(self, shape: TreeShape, probs: Tensor | None, row: int) -> Draws | None:
+        if probs is None:
+            return None
+        last = self.draw == "hybrid"
+        drawn = (node == shape.children[parent][-1] or not last for node, parent in enumerate(shape.parents) if node)
+        return Draws(probs[row], (False, *drawn), replacement=self.draw == "with_replacement")
 
 
-def Chain(length: int, *, sampled: bool = False) -> StaticTree:
-    """Return the tree that is a chain of the `length` best (or drawn) tokens.
+def Chain(length: int, *, draw: Draw = "none", temperature: float | None = None) -> StaticTree:
+    """Return the tree that is a chain of the `length` best (or drawn) tokens; see `StaticTree`.
 
     Raises:
         ValueError: If `length` is below 1.
     """
     if length < 1:
         raise ValueError(f"a chain has at least 1 token, got {length}; use proposer=None to decode without drafts")
-    return StaticTree(tuple((0,) * depth for depth in range(1, length + 1)), sampled=sampled)
+    paths = tuple((0,) * depth for depth in range(1, length + 1))
+    return StaticTree(paths, draw=draw, temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -133,6 +161,8 @@ class _Level:
 
     width: int
     """Ranks needed."""
+    counts: Tensor
+    """Children of each node of the frontier."""
     frontier: Tensor
     """Tree numbers of the nodes above that have children, in the order of the logits' rows."""
     parents: Tensor
@@ -155,6 +185,7 @@ def _plan(paths: Paths, device: torch.device) -> tuple[TreeShape, list[_Level]]:
         nodes = [path for path in paths if len(path) == depth]
         inner = [path for path in nodes if shape.children[number[path]]]
         indices = (
+            [len(shape.children[number[path]]) for path in frontier],
             [number[path] for path in frontier],
             [frontier.index(path[:-1]) for path in nodes],
             [path[-1] for path in nodes],
@@ -168,23 +199,8 @@ def _plan(paths: Paths, device: torch.device) -> tuple[TreeShape, list[_Level]]:
     return shape, levels
 
 
-def _scores(
-    logits: Tensor, vocabulary: Tensor | None, rows: Sequence[Sampler], depth: int, *, drawn: bool, shared_noise: bool
-) -> Tensor:
-    """Return what children are ranked by: [B, W, U]."""
-    sampling = rows[0].sampling
-    if sampling.greedy or not (drawn or shared_noise):
-        return logits
-    columns = torch.arange(logits.shape[-1], device=logits.device) if vocabulary is None else vocabulary
-    purpose = noise.DRAFT if drawn else noise.TARGET
-    keys = [row.key(purpose, len(row.context) + depth - 1) for row in rows]
-    return logits.double() / sampling.temperature + noise.gumbel(keys, columns)[:, None]
-
-
-def _distribution(logits: Tensor, drafter: Drafter, row: Sampler) -> Tensor:
-    """Return what drawn children were drawn from, over the target's vocabulary: [B, W, U] -> [B, W, V]."""
-    probs = (logits.double() / row.sampling.temperature).softmax(-1)
+def _over_target(law: Tensor, drafter: Drafter) -> Tensor:
+    """Spread a distribution over the target's vocabulary: [B, W, U] -> [B, W, V]."""
     if drafter.vocabulary is None:
-        return probs
-    full = probs.new_zeros((*probs.shape[:-1], drafter.vocab_size))
-    return full.index_copy_(-1, drafter.vocabulary, probs)
+        return law
+    return law.new_zeros((*law.shape[:-1], drafter.vocab_size)).index_copy_(-1, drafter.vocabulary, law)

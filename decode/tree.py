@@ -58,12 +58,33 @@ def chain_shape(size: int) -> TreeShape:
 
 
 @dataclass(frozen=True, eq=False)
+class Draws:
+    """Which nodes of a tree were drawn at random, and from what."""
+
+    probs: Tensor
+    """[N, V]; row n is the distribution that the drawn children of node n were drawn from, in their order."""
+    drawn: tuple[bool, ...]
+    """For each node, whether it was drawn from its parent's row; the others (ranked, looked up) are point masses."""
+    replacement: bool = False
+    """Whether drawn siblings are independent; else each draw leaves out the tokens of those before it."""
+
+
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """A tree of proposed tokens."""
 
     token_ids: Tensor
     """[N] int64; `token_ids[0]` is the root."""
     shape: TreeShape
-    draft_probs: Tensor | None = None
-    """[N, V]; row n is the distribution that the children of node n were DRAWN from, in order and without replacement.
-    None for children that were chosen in any other way (ranked, looked up): those are point masses."""
+    draws: Draws | None = None
+    """None if no node was drawn."""
+
+    def cut(self, depth: int) -> TokenTree:
+        """Return the tree without nodes deeper than `depth`; nodes must be in order of depth."""
+        if self.shape.depths[-1] <= depth:
+            return self
+        shape = self.shape.prefix(depth)
+        size, draws = shape.size, self.draws
+        if draws is not None:
+            draws = Draws(draws.probs[:size], draws.drawn[:size], draws.replacement)
+        return TokenTree(self.token_ids[:size], shape, draws)

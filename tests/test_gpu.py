@@ -42,7 +42,12 @@ def test_a_ragged_batch_gives_plain_text(target, head, sampling):
 
 def test_drawn_trees_are_accepted_on_the_device(target, head):
     sampling = Sampling(temperature=1.0, seed=3)
-    options = {"head": head, "grow": StaticTree(TREE.paths, sampled=True), "accept": "rejection", "max_new_tokens": 16}
+    options = {
+        "head": head,
+        "grow": StaticTree(TREE.paths, draw="without_replacement"),
+        "accept": "rejection",
+        "max_new_tokens": 16,
+    }
     first, second = (generate(target, PROMPTS, sampling=sampling, **options) for _ in range(2))
     assert [row.token_ids for row in first] == [row.token_ids for row in second]
 

@@ -86,20 +86,45 @@ def samplers(rows: int, **settings) -> list[Sampler]:
     return [Sampler(sampling, row, [1] * (4 + 2 * row)) for row in range(rows)]
 
 
-def expected_tokens(drafter, row: int, paths, score) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Tokens along every path of ranks, by recursion from the root."""
-    known: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+def expected_tree(drafter, row: int, paths, choose) -> tuple[dict, dict]:
+    """By recursion from the root: the tokens along every path of ranks, and the law that a node's children carry."""
+    tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    laws: dict[tuple[int, ...], torch.Tensor | None] = {}
 
-    def tokens_of(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        if ranks not in known:
-            above = tokens_of(ranks[:-1])
-            order = score(drafter.logits(row, above), len(ranks)).argsort(descending=True)
-            column = int(order[ranks[-1]])
-            token = column if drafter.vocabulary is None else int(drafter.vocabulary[column])
-            known[ranks] = (*above, token)
-        return known[ranks]
+    def descend(ranks: tuple[int, ...]) -> None:
+        count = sum(path[:-1] == ranks for path in paths)
+        if count:
+            columns, laws[ranks] = choose(drafter.logits(row, tokens[ranks]), len(ranks) + 1, count)
+            for rank, column in enumerate(columns):
+                token = column if drafter.vocabulary is None else int(drafter.vocabulary[column])
+                tokens[(*ranks, rank)] = (*tokens[ranks], token)
+                descend((*ranks, rank))
 
-    return {path: tokens_of(path) for path in paths}
+    descend(())
+    return tokens, laws
+
+
+def ranked(score):
+    """The best columns by `score(logits, depth)`."""
+    return lambda logits, depth, count: (score(logits, depth).argsort(descending=True)[:count].tolist(), None)
+
+
+def drawn(draw: str, temperature: float, gumbel):
+    """What `decode.children.Draw` says, for one node; `gumbel(depth, rank)` is the noise."""
+
+    def choose(logits, depth: int, count: int) -> tuple[list[int], torch.Tensor]:
+        scores = logits / temperature
+        if draw == "without_replacement":
+            return (scores + gumbel(depth, 0)).argsort(descending=True)[:count].tolist(), scores.softmax(0)
+        if draw == "with_replacement":
+            return [int((scores + gumbel(depth, rank)).argmax()) for rank in range(count)], scores.softmax(0)
+        best = scores.argsort(descending=True)[: count - 1].tolist()
+        others = [column for column in range(len(scores)) if column not in best]
+        law = torch.zeros_like(scores)
+        law[others] = scores[others].softmax(0)
+        return [*best, others[int((scores + gumbel(depth, 0))[others].argmax())]], law
+
+    return choose
 
 
 def check_tree(tree, grow, expected, root: int) -> None:
@@ -136,67 +161,48 @@ def test_static_trees_equal_a_recursion_over_ranks(paths, make, vocabulary, mode
             key = noise.key(noise.key(3, rows.index(row)), noise.TARGET, len(row.context) + depth - 1)
             return logits / 0.6 + noise.gumbel([key], columns)[0]
 
-        check_tree(tree, grow, expected_tokens(drafter, b, paths, score), 5 + b)
-        assert tree.draft_probs is None
+        check_tree(tree, grow, expected_tree(drafter, b, paths, ranked(score))[0], 5 + b)
+        assert tree.draws is None
 
 
 @pytest.mark.parametrize("paths", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("make", [DepthDrafter, PathDrafter])
 @pytest.mark.parametrize("vocabulary", [None, VOCABULARY], ids=["all-tokens", "draft-vocabulary"])
-def test_drawn_trees_carry_the_distribution_they_were_drawn_from(paths, make, vocabulary):
+@pytest.mark.parametrize("draw", ["without_replacement", "with_replacement", "hybrid"])
+@pytest.mark.parametrize("temperature", [None, 1.3], ids=["the-targets", "its-own"])
+def test_drawn_trees_equal_a_recursion_and_carry_the_law_they_were_drawn_from(
+    paths, make, vocabulary, draw, temperature
+):
     rows = samplers(2, temperature=0.6)
     drafter = make(2, vocabulary)
-    grow = StaticTree(paths, sampled=True)
+    grow = StaticTree(paths, draw=draw, temperature=temperature)
     trees = grow(drafter, drafter.start(), torch.tensor([5, 6]), rows, shared_noise=False)
     columns = torch.arange(V) if vocabulary is None else vocabulary
+    order = [(), *sorted(paths, key=lambda path: (len(path), path))]
     for b, (tree, row) in enumerate(zip(trees, rows, strict=True)):
 
-        def score(logits, depth, row=row):
-            key = noise.key(noise.key(3, rows.index(row)), noise.DRAFT, len(row.context) + depth - 1)
-            return logits / 0.6 + noise.gumbel([key], columns)[0]
+        def gumbel(depth, rank, row=row):
+            # of the position a token at this depth takes, of this step, and of this draw
+            position = noise.key(noise.key(3, rows.index(row)), noise.DRAFT, len(row.context) + depth - 1)
+            return noise.gumbel([noise.key(position, len(row.context), rank)], columns)[0]
 
-        expected = expected_tokens(drafter, b, paths, score)
-        check_tree(tree, grow, expected, 5 + b)
-        assert tree.draft_probs.shape == (grow.size, V)
-        for node, path in enumerate([(), *sorted(paths, key=lambda p: (len(p), p))]):
-            if tree.shape.children[node]:
-                full = torch.zeros(V, dtype=torch.float64)
-                full[columns] = (drafter.logits(b, expected[path] if path else ()) / 0.6).softmax(0)
-                torch.testing.assert_close(tree.draft_probs[node], full)
-
-
-def test_drawn_children_follow_their_distribution_without_replacement(oracles):
-    drafter = DepthDrafter(1, None)
-    probs = (drafter.logits(0, ()) / 1.5).softmax(0)
-    first, second = torch.zeros(V), torch.zeros(V)
-    favourite = int(probs.argmax())
-    draws = 4000
-    for seed in range(draws):
-        row = Sampler(Sampling(temperature=1.5, seed=seed), 0, [1])
-        (tree,) = StaticTree(((0,), (1,)), sampled=True)(
-            drafter, drafter.start(), torch.tensor([1]), [row], shared_noise=False
-        )
-        a, b = tree.token_ids[1:].tolist()
-        assert a != b
-        first[a] += 1
-        second[b] += a == favourite
-    assert oracles.chi_square_p(first, probs * draws) > 1e-6
-    rest = probs.clone()
-    rest[favourite] = 0
-    assert oracles.chi_square_p(second, rest / rest.sum() * second.sum()) > 1e-6
-
-
-def test_greedy_drawn_trees_are_ranked_point_masses():
-    drafter = DepthDrafter(1, None)
-    grow = StaticTree(TREES["mixed"], sampled=True)
-    (drawn,) = grow(drafter, drafter.start(), torch.tensor([1]), samplers(1), shared_noise=False)
-    assert drawn.draft_probs is None
-    check_tree(drawn, grow, expected_tokens(drafter, 0, TREES["mixed"], lambda logits, depth: logits), 1)
+        tokens, laws = expected_tree(drafter, b, paths, drawn(draw, temperature or 0.6, gumbel))
+        check_tree(tree, grow, tokens, 5 + b)
+        assert tree.draws.probs.shape == (grow.size, V)
+        assert tree.draws.probs.dtype == torch.float64
+        assert tree.draws.replacement == (draw == "with_replacement")
+        for node, path in enumerate(order):
+            last = bool(path) and (*path[:-1], path[-1] + 1) not in paths
+            assert tree.draws.drawn[node] == (bool(path) and (draw != "hybrid" or last))
+            full = torch.zeros(V, dtype=torch.float64)
+            if path in laws:
+                full[columns] = laws[path]
+            torch.testing.assert_close(tree.draws.probs[node], full)
 
 
 def test_a_chain_is_the_tree_of_the_best_tokens():
     assert Chain(3) == StaticTree(((0,), (0, 0), (0, 0, 0)))
-    assert Chain(2, sampled=True) == StaticTree(((0,), (0, 0)), sampled=True)
+    assert Chain(2, draw="hybrid", temperature=0.5) == StaticTree(((0,), (0, 0)), draw="hybrid", temperature=0.5)
     assert (Chain(3).depth, Chain(3).size) == (3, 4)
     assert StaticTree(((0, 0), (0,), (0,))) == StaticTree(((0,), (0, 0)))
     for length in (0, -1):

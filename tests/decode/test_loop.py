@@ -32,7 +32,7 @@ def drafts(tiny_target, good_head):
         "tree": {"head": good_head, "grow": TREE},
         "garbage": {"head": garbage, "grow": TREE},
         "vocabulary": {"head": small, "grow": StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))},
-        "drawn": {"head": good_head, "grow": StaticTree(TREE.paths, sampled=True)},
+        "drawn": {"head": good_head, "grow": StaticTree(TREE.paths, draw="without_replacement")},
     }
 
 
@@ -173,7 +173,7 @@ def test_rejection_has_the_targets_law_through_the_whole_loop(tiny_target, good_
     prompt, draws = [40, 41, 42], 1500
     sampling = Sampling(temperature=1.5, top_k=3)
     counts: dict[tuple[int, ...], int] = {}
-    options = {"head": good_head, "grow": StaticTree(((0,), (1,), (0, 0)), sampled=True), "eos_ids": ()}
+    options = {"head": good_head, "grow": StaticTree(((0,), (1,), (0, 0)), draw="without_replacement"), "eos_ids": ()}
     rows = 50
     for seed in range(draws // rows):
         seeded = with_seed(sampling, seed)

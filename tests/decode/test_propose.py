@@ -25,7 +25,7 @@ def propose(state, rows: list[Sampler]) -> list[list[int]]:
     for tree, row in zip(trees, rows, strict=True):
         assert int(tree.token_ids[0]) == row.context[-1]
         assert tree.shape.parents == tuple(range(-1, tree.shape.size - 1))
-        assert tree.draft_probs is None
+        assert tree.draws is None
     return [tree.token_ids[1:].tolist() for tree in trees]
 
 
