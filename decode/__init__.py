@@ -1,6 +1,7 @@
 """Exact decoding of a Hugging Face causal LM with drafted token trees."""
 
-from decode.accept import Match, Rejection
+from decode.accept import Block, Match, Rejection
+from decode.draft_model import DraftModel
 from decode.generation import generate, stream
 from decode.grow import Chain, StaticTree
 from decode.propose import Drafting, PromptLookup
@@ -8,10 +9,13 @@ from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampling
 from decode.support import UnsupportedTargetError
 from decode.target import Target
+from decode.typical import Typical
 
 __all__ = [
+    "Block",
     "Chain",
     "Delta",
+    "DraftModel",
     "Drafting",
     "Generation",
     "Match",
@@ -21,6 +25,7 @@ __all__ = [
     "StaticTree",
     "Stats",
     "Target",
+    "Typical",
     "UnsupportedTargetError",
     "generate",
     "stream",

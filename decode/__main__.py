@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from decode.generation import stream
+from decode.generation import DRAFT_LENGTH, RULES, draft_chain, stream
+from decode.grow import StaticTree
 from decode.propose import PromptLookup
 from decode.sampling import Sampling
 from decode.support import UnsupportedTargetError
@@ -18,15 +19,25 @@ from decode.target import Target
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(
-        prog="python -m decode", description="Generate text; drafts change the speed, not the text."
+        prog="python -m decode",
+        description="Generate text; drafts change the speed, not the text (unless you choose --accept typical).",
     )
     p.add_argument("target", help="model folder or hub name")
     p.add_argument("prompt", nargs="?", help="the prompt; standard input if left out")
     drafts = p.add_mutually_exclusive_group()
     drafts.add_argument("--head", help="folder of a trained head")
+    drafts.add_argument(
+        "--draft-model", metavar="DIR", help="small model with the target's tokenizer, folder or hub name"
+    )
     drafts.add_argument("--lookup", type=int, metavar="N", help="draft up to N tokens by prompt lookup")
+    p.add_argument("--draft-length", type=int, metavar="N", help=f"tokens the draft model proposes ({DRAFT_LENGTH})")
+    p.add_argument("--draft-temperature", type=float, metavar="T", help="of the draft model; default: the target's")
     p.add_argument(
-        "--accept", choices=["match", "rejection"], default="match", help="exact acceptance rule (default: match)"
+        "--accept",
+        choices=list(RULES),
+        default="match",
+        help="match (default; the text of a seed is the same with any drafts), rejection, block: exact; "
+        "typical: NOT exact, changes what the model says",
     )
     p.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
@@ -34,7 +45,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-k", type=int)
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--min-p", type=float, default=0.0)
+    p.add_argument("--typical-p", type=float, default=1.0)
     p.add_argument("--repetition-penalty", type=float, default=1.0)
+    p.add_argument("--presence-penalty", type=float, default=0.0)
+    p.add_argument("--frequency-penalty", type=float, default=0.0)
     p.add_argument("--seed", type=int, help="drawn and shown if left out")
     p.add_argument("--raw", action="store_true", help="no chat template around the prompt")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
@@ -52,13 +66,26 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _grow(args: argparse.Namespace) -> StaticTree | None:
+    """Return the chain that a draft model is asked for, or None for the default."""
+    if args.draft_length is None and args.draft_temperature is None:
+        return None
+    if args.draft_model is None:
+        raise ValueError("--draft-length and --draft-temperature are for a --draft-model")
+    length = DRAFT_LENGTH if args.draft_length is None else args.draft_length
+    return draft_chain(RULES[args.accept], length, temperature=args.draft_temperature)
+
+
 def _run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
+        typical_p=args.typical_p,
         repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         seed=args.seed,
     )
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
@@ -67,6 +94,8 @@ def _run(args: argparse.Namespace) -> int:
         target,
         prompt,
         head=args.head,
+        draft_model=args.draft_model,
+        grow=_grow(args),
         proposer=None if args.lookup is None else PromptLookup(length=args.lookup),
         sampling=sampling,
         accept=args.accept,
@@ -80,11 +109,12 @@ def _run(args: argparse.Namespace) -> int:
             stats = piece.result.stats
             rates = " ".join(f"{rate:.2f}" for rate in stats.accept_rates) or "none"
             seed = "" if sampling.greedy else f"; seed {piece.result.seed}"
+            exact = "" if RULES[args.accept].exact or sampling.greedy else f"; {args.accept} acceptance, NOT exact"
             print(flush=True)
             print(
                 f"[{stats.tokens} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} per step, "
                 f"{stats.tokens / stats.seconds:.1f} per second; accepted by depth: {rates}; "
-                f"ended by {piece.result.finish_reason}{seed}]",
+                f"ended by {piece.result.finish_reason}{seed}{exact}]",
                 file=sys.stderr,
             )
     return 0

@@ -2,8 +2,8 @@
 
 Every prompt is decoded by every method in turn, in an order that rotates from prompt to prompt, in one process, on one
 target object. Methods: our plain decoding; transformers' `generate` on the same packed weights and as transformers
-ships it; prompt lookup; the head as a chain and as its tree. Each text is compared with plain decoding's, token for
-token.
+ships it; prompt lookup; the head as a chain and as its tree; chains from a draft model. Each text is compared with
+plain decoding's, token for token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,11 @@ import transformers
 from tqdm import tqdm
 
 from decode.compare import Difference, first_difference
-from decode.generation import generate
-from decode.grow import Chain
+from decode.methods import HF, HF_PACKED, Run, methods, select
 from decode.prompts import read_prompts, to_token_ids, token_limits
-from decode.propose import Drafting, PromptLookup, Proposer
-from decode.results import Generation, Stats
+from decode.results import Stats
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import load_head
-
-HF_PACKED, HF = "transformers (packed weights)", "transformers"
 
 
 @dataclass
@@ -49,77 +44,6 @@ class Result:
     """Texts that are not plain decoding's, with the place and the gap."""
     unexcused: int = 0
     """How many of them are not near ties."""
-
-
-Run = Callable[[list[int]], tuple[list[int], Stats | None]]
-
-
-def methods(
-    target: Target, heads: Sequence[str], *, sampling: Sampling, max_new_tokens: int, lookup: int
-) -> dict[str, Run]:
-    """Return what to compare: name -> function from prompt ids to new tokens and counts.
-
-    Chains are taken from the first head only: further ones are usually its copies with other trees.
-    """
-    proposers: dict[str, Proposer | None] = {"plain": None, "prompt lookup": PromptLookup(length=lookup)}
-    for number, folder in enumerate(heads):
-        head = load_head(folder, target)
-        drafts = [Drafting.of(head)] if head.tree is not None else []
-        if number == 0:
-            depth = head.drafter().max_depth
-            drafts += [Drafting(head, Chain(length)) for length in sorted({min(2, depth), depth})]
-        for drafting in drafts:
-            shape = "chain" if drafting.grow.width == 1 else "tree"
-            proposers[f"{head.kind} {shape} {drafting.grow.size}"] = drafting
-
-    def ours(proposer: Proposer | None) -> Run:
-        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
-            out = generate(target, ids, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
-            assert isinstance(out, Generation)
-            return out.token_ids, out.stats
-
-        return run
-
-    def theirs(*, packed: bool) -> Run:
-        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
-            if packed or target.packed is None:
-                return _transformers_generate(target, ids, max_new_tokens), None
-            with target.packed.disabled():
-                return _transformers_generate(target, ids, max_new_tokens), None
-
-        return run
-
-    runs = {name: ours(proposer) for name, proposer in proposers.items()}
-    if sampling.greedy:  # transformers draws from another stream: its sampled texts are not comparable
-        if target.packed:
-            runs[HF_PACKED] = theirs(packed=True)
-        runs[HF] = theirs(packed=False)
-    return runs
-
-
-def _select(runs: dict[str, Run], wanted: Sequence[str] | None) -> dict[str, Run]:
-    """Keep plain decoding and the methods whose names begin with one of `wanted`."""
-    if wanted is None:
-        return runs
-    unknown = [name for name in wanted if not any(run.startswith(name) for run in runs)]
-    if unknown:
-        raise ValueError(f"no method begins with {unknown}; there are {', '.join(runs)}")
-    return {name: run for name, run in runs.items() if name == "plain" or name.startswith(tuple(wanted))}
-
-
-def _transformers_generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
-    prompt = torch.tensor([ids], device=target.device)
-    limit = min(max_new_tokens, target.max_length - len(ids))
-    out = target.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=limit,
-        do_sample=False,
-        repetition_penalty=1.0,  # a model's generation config may bring one
-        eos_token_id=sorted(target.eos_ids) or None,
-        pad_token_id=0,
-    )
-    return list(out[0, len(ids) :].tolist())
 
 
 def compare(target: Target, runs: dict[str, Run], sets: dict[str, list[list[int]]], sampling: Sampling) -> list[Result]:
@@ -232,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("target", help="model folder or hub name")
     p.add_argument("--head", nargs="+", default=[], help="head folders; copies may carry other trees")
+    p.add_argument("--draft-model", metavar="DIR", help="small model with the target's tokenizer; drafts chains")
     p.add_argument(
         "--prompts", nargs="+", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`"
     )
@@ -265,11 +190,12 @@ def main(argv: list[str] | None = None) -> int:
         runs = methods(
             target,
             args.head,
+            draft_model=args.draft_model,
             sampling=sampling,
             max_new_tokens=args.max_new_tokens,
             lookup=args.lookup,
         )
-        runs = _select(runs, args.methods)
+        runs = select(runs, args.methods)
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from decode.accept import RULES, AcceptRule
-from decode.grow import Grow
+from decode.accept import AcceptRule, Block, Match, Rejection
+from decode.draft_model import DraftModel
+from decode.grow import Chain, Grow, StaticTree
 from decode.loop import Decoding, Row
 from decode.prompts import Prompt, split_batch, to_token_ids, token_limits
 from decode.propose import Drafting, Proposer
 from decode.results import Delta, Generation, Stats
-from decode.sampling import Sampler, Sampling
+from decode.sampling import Sampling, batch_samplers
 from decode.stopping import Stopper
 from decode.target import Target
+from decode.typical import Typical
 from heads import Head, load_head
+
+RULES: dict[str, AcceptRule] = {
+    "match": Match(),
+    "rejection": Rejection(),
+    "block": Block(),
+    "typical": Typical(),
+}
+DRAFT_LENGTH = len(DraftModel.tree)
+"""Tokens that a draft model proposes by default."""
 
 
 def generate(
@@ -22,6 +33,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     head: Head | str | Path | None = None,
+    draft_model: DraftModel | Target | str | Path | None = None,
     grow: Grow | None = None,
     proposer: Proposer | None = None,
     sampling: Sampling | None = None,
@@ -30,33 +42,42 @@ def generate(
     stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     raw: bool = False,
+    logprobs: bool = False,
+    check: bool = False,
 ) -> Generation | list[Generation]:
-    """Decode prompts, with drafts from a head or another proposer, or plainly. The output distribution is the target's.
+    """Decode prompts, with drafts from a head, a draft model or another proposer, or plainly.
+
+    The output distribution is the target's, unless `accept` is "typical".
 
     Args:
         target: The model.
         prompts: Text, chat messages or token ids, or a list of these (one batch).
         head: A head or its folder; its own tree is used unless `grow` is given.
-        grow: How the head's guesses become a tree.
-        proposer: Any other proposer, instead of a head.
+        draft_model: A small model with the target's tokenizer, or its folder; drafts a chain unless `grow` is given.
+        grow: How guesses become a tree.
+        proposer: Any other proposer, instead of a head or a draft model.
         sampling: How tokens are chosen; greedy by default.
-        accept: "match" (the text of a seed is the same with any proposer and with none), "rejection" (the same law),
-            or a rule.
+        accept: "match" (the text of a seed is the same with any proposer and with none); "rejection" or "block" (the
+            same distribution); "typical" (NOT exact: another distribution, more tokens per step); or a rule.
         max_new_tokens: Limit for each prompt; the target's context is a limit too.
         stop: Strings that end a text; they are not part of it.
         eos_ids: Tokens that end a text, instead of the target's own; empty for none.
         raw: Take text prompts as they are, without the chat template.
+        logprobs: Return the log-probability of each new token.
+        check: Debug: after every step compare all caches with fresh ones. Slow.
 
     Returns:
         One result, or a list in the order of the batch.
 
     Raises:
         ValueError: If an argument cannot be honoured; nothing was decoded then.
+        StateError: With `check`, if a cache is not what its text makes it.
     """
     items, single = split_batch(prompts)
-    rows = _rows(target, items, sampling, max_new_tokens, stop, eos_ids, raw=raw)
-    proposer = _proposer(target, head, grow, proposer)
-    deltas = Decoding(target, rows, proposer, _rule(accept), live=False).run()
+    rows = _rows(target, items, sampling, max_new_tokens, stop, eos_ids, raw=raw, logprobs=logprobs)
+    rule = _rule(accept, rows)
+    proposer = _proposer(target, head, draft_model, grow, proposer, rule, rows)
+    deltas = Decoding(target, rows, proposer, rule, live=False, check=check).run()
     results = {delta.row: delta.result for delta in deltas if delta.result is not None}
     return results[0] if single else [results[row] for row in range(len(results))]
 
@@ -66,6 +87,7 @@ def stream(
     prompts: Prompt | Sequence[Prompt],
     *,
     head: Head | str | Path | None = None,
+    draft_model: DraftModel | Target | str | Path | None = None,
     grow: Grow | None = None,
     proposer: Proposer | None = None,
     sampling: Sampling | None = None,
@@ -74,12 +96,15 @@ def stream(
     stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     raw: bool = False,
+    logprobs: bool = False,
+    check: bool = False,
 ) -> Iterator[Delta]:
     """Decode like `generate`, yielding text as it becomes final; the call itself checks all arguments."""
     items, _ = split_batch(prompts)
-    rows = _rows(target, items, sampling, max_new_tokens, stop, eos_ids, raw=raw)
-    proposer = _proposer(target, head, grow, proposer)
-    return Decoding(target, rows, proposer, _rule(accept), live=True).run()
+    rows = _rows(target, items, sampling, max_new_tokens, stop, eos_ids, raw=raw, logprobs=logprobs)
+    rule = _rule(accept, rows)
+    proposer = _proposer(target, head, draft_model, grow, proposer, rule, rows)
+    return Decoding(target, rows, proposer, rule, live=True, check=check).run()
 
 
 def _rows(
@@ -91,34 +116,87 @@ def _rows(
     eos_ids: Sequence[int] | None,
     *,
     raw: bool,
+    logprobs: bool,
 ) -> list[Row]:
     token_ids = [to_token_ids(target, prompt, raw=raw) for prompt in prompts]
     limits = token_limits(target, token_ids, max_new_tokens)
-    settings = (sampling or Sampling()).with_seed(len(prompts))
     strings = [stop] if isinstance(stop, str) else stop
     eos = target.eos_ids if eos_ids is None else frozenset(eos_ids)
+    samplers = batch_samplers(sampling or Sampling(), token_ids, eos)
     return [
-        Row(i, Sampler(settings, i, ids), Stopper(target.tokenizer, eos, strings, limit), Stats(), ids)
-        for i, (ids, limit) in enumerate(zip(token_ids, limits, strict=True))
+        Row(
+            index=i,
+            sampler=sampler,
+            stopper=Stopper(target.tokenizer, eos, strings, limit),
+            stats=Stats(),
+            prompt_ids=ids,
+            logprobs=[] if logprobs else None,
+        )
+        for i, (sampler, ids, limit) in enumerate(zip(samplers, token_ids, limits, strict=True))
     ]
 
 
-def _proposer(
-    target: Target, head: Head | str | Path | None, grow: Grow | None, proposer: Proposer | None
-) -> Proposer | None:
-    if head is None:
-        if grow is not None:
-            raise ValueError("grow shapes the drafts of a head, but no head was given")
-        return proposer
-    if proposer is not None:
-        raise ValueError("give a head or a proposer, not both")
-    loaded = head if isinstance(head, Head) else load_head(head, target)
-    return Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
-
-
-def _rule(accept: str | AcceptRule) -> AcceptRule:
-    if not isinstance(accept, str):
-        return accept
-    if accept not in RULES:
+def _rule(accept: str | AcceptRule, rows: Sequence[Row]) -> AcceptRule:
+    if isinstance(accept, str) and accept not in RULES:
         raise ValueError(f"accept must be one of {sorted(RULES)} or a rule, got {accept!r}")
-    return RULES[accept]
+    rule = RULES[accept] if isinstance(accept, str) else accept
+    if rows[0].sampler.sampling.processors and not rule.in_order:
+        raise ValueError(
+            f"{type(rule).__name__} asks logits processors about drafts that it then drops, which would spoil one with "
+            "a state; use accept='match' or 'rejection' with processors"
+        )
+    return rule
+
+
+def _proposer(
+    target: Target,
+    head: Head | str | Path | None,
+    draft_model: DraftModel | Target | str | Path | None,
+    grow: Grow | None,
+    proposer: Proposer | None,
+    rule: AcceptRule,
+    rows: Sequence[Row],
+) -> Proposer | None:
+    if sum(source is not None for source in (head, draft_model, proposer)) > 1:
+        raise ValueError("give one of head, draft_model and proposer, not several")
+    if head is not None:
+        loaded = head if isinstance(head, Head) else load_head(head, target)
+        made: Proposer | None = Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
+    elif draft_model is not None:
+        model = draft_model
+        if isinstance(model, Target):
+            model = DraftModel(model, target)
+        elif not isinstance(model, DraftModel):
+            model = DraftModel.from_pretrained(model, target)
+        made = Drafting(model, draft_chain(rule, DRAFT_LENGTH) if grow is None else grow)
+    elif grow is not None:
+        raise ValueError("grow shapes the drafts of a head or a draft model, but neither was given")
+    else:
+        made = proposer
+    if isinstance(made, Drafting):
+        _check_drafting(target, made, rule, max(len(row.prompt_ids) + row.stopper.limit for row in rows))
+    return made
+
+
+def draft_chain(rule: AcceptRule, length: int, *, temperature: float | None = None) -> StaticTree:
+    """Return the chain that suits a rule: drawn for those that use the drafts' distribution, ranked for the others."""
+    drawn = isinstance(rule, Rejection | Block)
+    return Chain(length, draw="without_replacement" if drawn else "none", temperature=temperature)
+
+
+def _check_drafting(target: Target, drafting: Drafting, rule: AcceptRule, length: int) -> None:
+    if isinstance(rule, Block) and drafting.grow.width > 1:
+        raise ValueError(
+            f"block verification is for chains, but the drafts are a tree in which a node has {drafting.grow.width} "
+            "children; give grow=Chain(length), or use accept='rejection'"
+        )
+    if isinstance(drafting.head, DraftModel) and drafting.head.target is not target:
+        raise ValueError(
+            f"the draft model was paired with another target ({drafting.head.target.name}), not with {target.name}; "
+            "make DraftModel(model, target) with the target that decodes"
+        )
+    if isinstance(drafting.head, DraftModel) and length > drafting.head.model.max_length:
+        raise ValueError(
+            f"prompt and new tokens may reach {length} tokens, but the draft model was made for "
+            f"{drafting.head.model.max_length}; lower max_new_tokens, shorten the prompt, or decode without it"
+        )

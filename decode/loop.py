@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decode.accept import AcceptRule, Verdict
+from decode.checks import check_state
 from decode.propose import Proposer, Proposing
 from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampler
@@ -31,13 +32,22 @@ class Row:
     prompt_ids: list[int]
     sent: int = 0
     """Characters of the text already yielded."""
+    logprobs: list[float] | None = None
+    """Log-probabilities of the new tokens, where they are asked for."""
 
 
 class Decoding:
     """The state of one call: rows still running, the session, the proposer's state."""
 
     def __init__(
-        self, target: Target, rows: list[Row], proposer: Proposer | None, rule: AcceptRule, *, live: bool
+        self,
+        target: Target,
+        rows: list[Row],
+        proposer: Proposer | None,
+        rule: AcceptRule,
+        *,
+        live: bool,
+        check: bool = False,
     ) -> None:
         """Open the session.
 
@@ -47,11 +57,13 @@ class Decoding:
             proposer: Where trees come from; None for plain decoding.
             rule: Which nodes of a tree stay.
             live: Whether every delta carries its text, or only the last one of a row.
+            check: Whether all state is checked after every step; see `decode.checks`.
         """
+        self._target = target
         self._live = live
+        self._check = check
         self._rows = rows
         self._rule = rule
-        self._device = target.device
         largest_tree = 1 if proposer is None else proposer.max_nodes
         capacity = max(len(row.prompt_ids) + row.stopper.limit for row in rows) + largest_tree
         self._session = target.session(len(rows), capacity)
@@ -75,7 +87,7 @@ class Decoding:
             last = [self._root_tree(row) for row in self._rows]
             verdicts = self._rule(last, out.logits, [row.sampler for row in self._rows])
         lengths = [len(row.prompt_ids) for row in self._rows]
-        return self._emit(verdicts, [row.prompt_ids for row in self._rows], out.hidden, lengths)
+        return self._emit(verdicts, [row.prompt_ids for row in self._rows], out, lengths)
 
     @torch.inference_mode()
     def _step(self) -> list[Delta]:
@@ -87,10 +99,10 @@ class Decoding:
             verdicts = self._rule(trees, out.logits, [row.sampler for row in self._rows])
         with self._timed("commit"):
             self._session.commit([verdict.path for verdict in verdicts])
-            committed, hidden, lengths = self._committed(trees, verdicts, out)
+            committed, states, lengths = self._committed(trees, verdicts, out)
         rows = self._rows
         before = [row.stats.tokens for row in rows]
-        deltas = self._emit(verdicts, committed, hidden, lengths)
+        deltas = self._emit(verdicts, committed, states, lengths)
         for row, tree, (path, _), tokens in zip(rows, trees, verdicts, before, strict=True):
             kept = path[: row.stats.tokens - tokens + 1]  # an end inside the block drops what was accepted behind it
             row.stats.count(len(kept), had_children=kept == path and bool(tree.shape.children[path[-1]]))
@@ -99,51 +111,59 @@ class Decoding:
     def _propose(self) -> list[TokenTree]:
         if self._proposing is None:
             return [self._root_tree(row) for row in self._rows]
-        roots = torch.tensor([row.sampler.context[-1] for row in self._rows], device=self._device)
+        roots = torch.tensor([row.sampler.context[-1] for row in self._rows], device=self._target.device)
         trees = self._proposing.propose(roots, [row.sampler for row in self._rows])
         # a path of depth d emits d + 1 tokens: deeper nodes could only be thrown away
-        return [_cut(tree, row.stopper.remaining - 1) for row, tree in zip(self._rows, trees, strict=True)]
+        return [tree.cut(row.stopper.remaining - 1) for row, tree in zip(self._rows, trees, strict=True)]
 
     def _root_tree(self, row: Row) -> TokenTree:
-        return TokenTree(torch.tensor(row.sampler.context[-1:], device=self._device), chain_shape(1))
+        return TokenTree(torch.tensor(row.sampler.context[-1:], device=self._target.device), chain_shape(1))
 
     def _committed(
         self, trees: Sequence[TokenTree], verdicts: Sequence[Verdict], out: TargetOutput
-    ) -> tuple[list[list[int]], Tensor, list[int]]:
-        """Return the tokens on each row's path (root first), their states [B, L, D], and their numbers."""
+    ) -> tuple[list[list[int]], TargetOutput, list[int]]:
+        """Return the tokens on each row's path (root first), the target's output there [B, L, …], and their numbers."""
         lengths = [len(verdict.path) for verdict in verdicts]
         longest = max(lengths)
-        index = torch.tensor([[*v.path, *[0] * (longest - len(v.path))] for v in verdicts], device=self._device)
-        hidden = out.hidden[torch.arange(len(verdicts), device=self._device)[:, None], index]
+        index = torch.tensor([[*v.path, *[0] * (longest - len(v.path))] for v in verdicts], device=self._target.device)
+        row = torch.arange(len(verdicts), device=self._target.device)[:, None]
+        logits = out.logits[row, index] if self._rows[0].logprobs is not None else out.logits[:, :0]
         tokens = [tree.token_ids.tolist() for tree in trees]
-        return [[tokens[b][node] for node in verdict.path] for b, verdict in enumerate(verdicts)], hidden, lengths
+        on_path = [[tokens[b][node] for node in verdict.path] for b, verdict in enumerate(verdicts)]
+        return on_path, TargetOutput(logits, out.hidden[row, index]), lengths
 
     def _emit(
-        self, verdicts: Sequence[Verdict], committed: Sequence[Sequence[int]], hidden: Tensor, lengths: Sequence[int]
+        self,
+        verdicts: Sequence[Verdict],
+        committed: Sequence[Sequence[int]],
+        states: TargetOutput,
+        lengths: Sequence[int],
     ) -> list[Delta]:
         """Give each row its new tokens, tell the proposer, drop rows that ended, return what became final.
 
-        `committed[b]` are the tokens of row b that gained a state in this pass.
+        `committed[b]` are the tokens of row b that gained a state in this pass; logits are those of its path.
         """
         deltas = []
-        for row, verdict, tokens in zip(self._rows, verdicts, committed, strict=True):
+        for row, verdict, tokens, logits in zip(self._rows, verdicts, committed, states.logits, strict=True):
             block = [*tokens[len(tokens) - len(verdict.path) + 1 :], verdict.next_token]
             taken = row.stopper.add(block)
             row.sampler.context += block
             row.stats.tokens += len(taken)
+            if row.logprobs is not None:
+                row.logprobs += _logprobs(logits, taken)
             deltas.append(self._delta(row, taken))
-        self._sync(verdicts, committed, hidden, lengths)
+        self._sync(verdicts, committed, states.hidden, lengths)
         return deltas
 
     def _sync(
         self, verdicts: Sequence[Verdict], committed: Sequence[Sequence[int]], hidden: Tensor, lengths: Sequence[int]
     ) -> None:
-        """Tell the proposer what was committed, and forget rows that have ended."""
+        """Tell the proposer what was committed, forget rows that have ended, and check what is left if asked to."""
         running = [b for b, row in enumerate(self._rows) if row.stopper.reason is None]
         if running and self._proposing is not None:
             with self._timed("propose"):
                 tokens = [
-                    torch.tensor([*ids, verdict.next_token], device=self._device)
+                    torch.tensor([*ids, verdict.next_token], device=self._target.device)
                     for ids, verdict in zip(committed, verdicts, strict=True)
                 ]
                 self._proposing.sync(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), hidden, lengths)
@@ -152,6 +172,10 @@ class Decoding:
             if self._proposing is not None:
                 self._proposing.keep(running)
         self._rows = [self._rows[b] for b in running]
+        if self._check and running:
+            samplers = [row.sampler for row in self._rows]
+            sizes = [lengths[b] for b in running]
+            check_state(self._target, self._session, self._proposing, samplers, hidden[running], sizes)
 
     def _delta(self, row: Row, taken: list[int]) -> Delta:
         reason = row.stopper.reason
@@ -161,7 +185,9 @@ class Decoding:
             return Delta(row.index, piece, taken, None)
         row.stats.seconds = time.perf_counter() - self._start
         row.stats.parts = self._parts
-        result = Generation(text, row.stopper.token_ids, row.prompt_ids, reason, row.stats, row.sampler.seed)
+        result = Generation(
+            text, row.stopper.token_ids, row.prompt_ids, reason, row.stats, row.sampler.seed, row.logprobs
+        )
         return Delta(row.index, piece, taken, reason, result)
 
     @contextmanager
@@ -171,10 +197,8 @@ class Decoding:
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
 
 
-def _cut(tree: TokenTree, depth: int) -> TokenTree:
-    """Drop nodes deeper than `depth`; nodes are in order of depth."""
-    if tree.shape.depths[-1] <= depth:
-        return tree
-    shape = tree.shape.prefix(depth)
-    probs = None if tree.draft_probs is None else tree.draft_probs[: shape.size]
-    return TokenTree(tree.token_ids[: shape.size], shape, probs)
+def _logprobs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
+    """Return log p of each token under the raw logits of its row: [L, V] -> L floats, L at least the tokens."""
+    used = logits[: len(token_ids)]
+    scores = used.to(torch.promote_types(used.dtype, torch.float32)).log_softmax(-1)
+    return scores.gather(-1, torch.tensor(token_ids, device=used.device)[:, None])[:, 0].tolist()

@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decode.checks import StateError, assert_close
 from decode.grow import Chain, Grow, StaticTree
 from decode.sampling import Sampler
 from decode.tree import TokenTree, chain_shape
-from heads import Drafter, Head
+from heads import Drafter
 
 
 class Proposing(Protocol):
@@ -38,6 +39,18 @@ class Proposing(Protocol):
         """Keep these rows, in this order."""
         ...
 
+    def check(self, rows: Sequence[Sampler], hidden: Tensor) -> None:
+        """Compare the state with that of a fresh start on the rows' texts; for `decode.checks`.
+
+        Args:
+            rows: Settings, noise and text of each row.
+            hidden: [B, L, D] the target's states at each text's tokens but the root.
+
+        Raises:
+            StateError: If it differs.
+        """
+        ...
+
 
 class Proposer(Protocol):
     """Settings that open a `Proposing` for each session."""
@@ -57,11 +70,24 @@ class Proposer(Protocol):
         ...
 
 
+class Drafts(Protocol):
+    """Weights that draft: a `heads.Head` or a `decode.DraftModel`."""
+
+    @property
+    def tree(self) -> Sequence[Sequence[int]] | None:
+        """Tree to use by default, as paths of child ranks."""
+        ...
+
+    def drafter(self) -> Drafter:
+        """Return a fresh drafting state."""
+        ...
+
+
 @dataclass(frozen=True)
 class Drafting:
-    """Trees grown from a head's guesses."""
+    """Trees grown from the guesses of a head or a draft model."""
 
-    head: Head
+    head: Drafts
     grow: Grow
 
     def __post_init__(self) -> None:
@@ -74,7 +100,7 @@ class Drafting:
             raise ValueError(f"a node has {self.grow.width} children, but the head's vocabulary has {columns} tokens")
 
     @classmethod
-    def of(cls, head: Head) -> Drafting:
+    def of(cls, head: Drafts) -> Drafting:
         """Use the tree that the head's folder recommends, or a chain of all the head can draft."""
         if head.tree is None:
             return cls(head, Chain(head.drafter().max_depth))
@@ -87,12 +113,13 @@ class Drafting:
 
     def begin(self, rows: int, *, shared_noise: bool) -> _DraftingState:
         """Open a session; see `Proposer.begin`."""
-        return _DraftingState(self.head.drafter(), self.grow, shared_noise)
+        return _DraftingState(self.head, self.grow, shared_noise)
 
 
 class _DraftingState:
-    def __init__(self, drafter: Drafter, grow: Grow, shared_noise: bool) -> None:
-        self._drafter = drafter
+    def __init__(self, head: Drafts, grow: Grow, shared_noise: bool) -> None:
+        self._head = head
+        self._drafter = head.drafter()
         self._grow = grow
         self._shared_noise = shared_noise
         self._logits = torch.empty(0)
@@ -106,6 +133,16 @@ class _DraftingState:
     def keep(self, rows: Sequence[int]) -> None:
         self._drafter.keep(rows)
         self._logits = self._logits[list(rows)]
+
+    def check(self, rows: Sequence[Sampler], hidden: Tensor) -> None:
+        texts = [torch.tensor(row.context, device=hidden.device) for row in rows]
+        token_ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        fresh = self._head.drafter().sync(token_ids, hidden, [len(text) - 1 for text in texts])
+        for row, (held, expected) in enumerate(zip(self._logits, fresh, strict=True)):
+            what = f"row {row}: the drafter's logits after the root against a fresh drafter's"
+            if held.dtype == torch.float64:  # lent by a float64 target to a head that may compute in less
+                held, expected = held.float(), expected.float()
+            assert_close(held, expected, what)
 
 
 @dataclass(frozen=True)
@@ -171,3 +208,10 @@ class _LookupState:
     def keep(self, rows: Sequence[int]) -> None:
         self._ends = [self._ends[row] for row in rows]
         self._indexed = [self._indexed[row] for row in rows]
+
+    def check(self, rows: Sequence[Sampler], hidden: Tensor) -> None:
+        fresh = _LookupState(self._settings, len(rows))
+        for b, row in enumerate(rows):
+            held, expected = self._continuation(b, row.context), fresh._continuation(b, row.context)
+            if held != expected:
+                raise StateError(f"row {b}: the index of n-grams finds {held}, a fresh one {expected}")

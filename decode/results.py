@@ -80,6 +80,9 @@ class Generation:
     seed: int
     """Seed of this row: a single prompt with it gives this text again. For a row r > 0 of a batch with one seed, pass
     the same batch."""
+    logprobs: list[float] | None = None
+    """Log-probability of each new token under the target's raw logits (before temperature and processors), if asked
+    for."""
 
 
 @dataclass(frozen=True)

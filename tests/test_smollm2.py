@@ -1,14 +1,16 @@
 """The real target and its trained head: the text never changes, the acceptance does not fall."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from decode import Chain, Generation, PromptLookup, Sampling, StaticTree, Target, generate
-from decode.bench import HF_PACKED, compare, methods
+from decode import Chain, DraftModel, Generation, PromptLookup, Sampling, StaticTree, Target, generate
+from decode.bench import compare
 from decode.compare import first_difference
+from decode.methods import HF_PACKED, methods
 from decode.prompts import read_prompts, to_token_ids
 from heads import Head, load_head
 from heads.medusa import MedusaDrafter
@@ -72,10 +74,34 @@ def test_greedy_text_is_plain_text_and_transformers_text(target, prompts):
     assert all(r.tokens > 3 for r in results)
 
 
-def test_sampled_text_of_a_seed_is_the_same_with_any_proposer(target, head, prompts):
-    expected = decode_all(target, prompts, sampling=SAMPLED)
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLED, pytest.param(Sampling(temperature=1.0, repetition_penalty=1.3, seed=7), marks=pytest.mark.long)],
+    ids=["top-p", "penalty"],
+)
+def test_sampled_text_of_a_seed_is_the_same_with_any_proposer(target, head, prompts, sampling):
+    expected = decode_all(target, prompts[:3], sampling=sampling)
     for options in ({"head": head}, {"head": head, "grow": Chain(2)}, {"proposer": PromptLookup()}):
-        assert_same_texts(target, expected, decode_all(target, prompts, sampling=SAMPLED, **options), SAMPLED)
+        assert_same_texts(target, expected, decode_all(target, prompts[:3], sampling=sampling, **options), sampling)
+
+
+@pytest.fixture(scope="module")
+def draft_model(target) -> DraftModel:
+    """The target's own first layers: a bad draft model, but one that nobody has to train."""
+    model = copy.deepcopy(target.model)
+    model.model.layers = model.model.layers[:3]
+    model.config.num_hidden_layers = 3
+    return DraftModel(Target(model, target.tokenizer), target)
+
+
+def test_a_draft_model_changes_no_text_and_no_cache(target, prompts, plain, draft_model):
+    for sampling, expected in ((Sampling(seed=0), plain[:2]), (SAMPLED, None)):
+        expected = expected or decode_all(target, prompts[:2], sampling=sampling)
+        got = decode_all(target, prompts[:2], draft_model=draft_model, sampling=sampling)
+        assert_same_texts(target, expected, got, sampling)
+    seeds = replace(SAMPLED, seed=[7, 7])
+    batch = generate(target, prompts[:2], draft_model=draft_model, sampling=seeds, max_new_tokens=8, check=True)
+    assert [row.token_ids for row in batch] == [row.token_ids[:8] for row in expected]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -132,7 +158,15 @@ def test_the_trained_head_keeps_its_acceptance(target, head, prompts, plain):
     assert tokens_per_step(results) >= TOKENS_PER_STEP, [r.stats.accept_rates for r in results]
 
 
-@pytest.mark.parametrize("drafter", [StaleDrafter, ShiftedDrafter, WrongRankDrafter, WrongHeadDrafter])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        ShiftedDrafter,
+        pytest.param(StaleDrafter, marks=pytest.mark.long),
+        pytest.param(WrongRankDrafter, marks=pytest.mark.long),
+        pytest.param(WrongHeadDrafter, marks=pytest.mark.long),
+    ],
+)
 def test_faults_that_keep_the_text_right_show_in_the_acceptance(target, head, prompts, plain, drafter, monkeypatch):
     monkeypatch.setattr(type(head), "drafter", lambda self: drafter(self))
     results = decode_all(target, prompts, head=head, grow=TREE)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from decode import Sampling, generate
-from decode.bench import HF_PACKED, Result, _select, compare, main, methods, profile, summarise
+from decode.bench import Result, compare, main, profile, summarise
+from decode.methods import HF_PACKED, methods, select
 from decode.results import Stats
 from heads import HeadNotes, save_head
 
@@ -63,10 +64,10 @@ def test_rates_are_over_all_tokens_and_seconds():
 
 def test_methods_are_chosen_by_the_beginnings_of_their_names():
     runs = dict.fromkeys(("plain", "prompt lookup", "medusa chain 2", "medusa tree 4"))
-    assert list(_select(runs, None)) == list(runs)
-    assert list(_select(runs, ["medusa tree", "prompt"])) == ["plain", "prompt lookup", "medusa tree 4"]
+    assert list(select(runs, None)) == list(runs)
+    assert list(select(runs, ["medusa tree", "prompt"])) == ["plain", "prompt lookup", "medusa tree 4"]
     with pytest.raises(ValueError, match="no method begins with"):
-        _select(runs, ["eagle"])
+        select(runs, ["eagle"])
 
 
 def test_the_command_writes_its_numbers_and_refuses_bad_input(tiny_target, tiny_tokenizer, tmp_path, capsys):

@@ -68,6 +68,33 @@ def test_stop_strings_and_rejection_are_passed_on(saved, capsys):
     assert "ended by stop" in err
 
 
+@pytest.mark.parametrize("accept", ["match", "rejection", "block"])
+def test_a_draft_model_that_is_the_target_has_all_its_drafts_accepted(saved, capsys, accept):
+    folder, _, target = saved
+    expected = generate(target, "the cat sat", max_new_tokens=13)
+    arguments = [folder, "the cat sat", "--max-new-tokens", "13", "--draft-model", folder, "--draft-length", "3"]
+    assert main([*arguments, "--accept", accept]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected.text + "\n"
+    assert "accepted by depth: 1.00 1.00 1.00;" in err
+    options = ["--temperature", "1.5", "--seed", "2", "--draft-temperature", "0.5", "--presence-penalty", "0.1"]
+    assert main([*arguments, "--accept", accept, *options]) == 0
+    out, err = capsys.readouterr()
+    if accept == "match":
+        sampling = Sampling(temperature=1.5, seed=2, presence_penalty=0.1)
+        assert out == generate(target, "the cat sat", sampling=sampling, max_new_tokens=13).text + "\n"
+    assert "exact" not in err
+
+
+def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
+    folder, head, _ = saved
+    arguments = [folder, "the cat", "--head", head, "--accept", "typical", "--max-new-tokens", "8"]
+    assert main([*arguments, "--temperature", "1", "--seed", "1"]) == 0
+    assert "typical acceptance, NOT exact]" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert "exact" not in capsys.readouterr().err  # greedy text is the target's with any rule
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -82,6 +109,11 @@ def test_stop_strings_and_rejection_are_passed_on(saved, capsys):
         (["no/such/target", "x"], "no/such/target"),
         (["TARGET", "x", "--dtype", "float23"], "float23"),
         (["TARGET", "x", "--device", "warp"], "warp"),
+        (["TARGET", "x", "--draft-model", "no/such/model"], "no/such/model"),
+        (["TARGET", "x", "--draft-model", "TARGET", "--draft-length", "0"], "at least 1 token"),
+        (["TARGET", "x", "--draft-length", "3"], "are for a --draft-model"),
+        (["TARGET", "x", "--draft-model", "TARGET", "--draft-temperature", "-1"], "temperature must be at least 0"),
+        (["TARGET", "x", "--presence-penalty", "inf"], "presence_penalty must be a finite number"),
     ],
 )
 def test_errors_are_one_line_and_status_2(saved, capsys, arguments, message):
@@ -93,7 +125,7 @@ def test_errors_are_one_line_and_status_2(saved, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["t", "p", "--head", "h", "--lookup", "3"], ["t", "p", "--accept", "typical"], ["t", "-x"]]
+    "arguments", [[], ["t", "p", "--head", "h", "--lookup", "3"], ["t", "p", "--accept", "sloppy"], ["t", "-x"]]
 )
 def test_a_wrong_command_line_is_argparses_error(arguments, capsys):
     with pytest.raises(SystemExit) as end:
