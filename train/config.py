@@ -150,7 +150,7 @@ class EvalConfig:
     """Tokens decoded for each prompt."""
     tree: tuple[int, ...] = (3, 2, 1, 1)
     """Children of each node at depth 1, 2, ...: the tree of eval/tokens_per_step, which `best/` is chosen by. A chain
-    is measured too. Depths beyond the head's are left out."""
+    as deep is measured too. Depths beyond the head's are left out."""
 
     def __post_init__(self) -> None:
         require(self.num_prompts >= 0, f"eval.num_prompts must not be negative, got {self.num_prompts}")

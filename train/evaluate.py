@@ -48,7 +48,7 @@ class Evaluation:
         self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
         self._max_new_tokens = config.max_new_tokens
         self._plain: dict[int, list[int]] = {}
-        depth = head.drafter().max_depth
+        depth = min(head.drafter().max_depth, len(config.tree))
         self._methods = {
             "plain": None,
             "chain": Drafting(head, Chain(depth)),

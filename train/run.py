@@ -14,7 +14,8 @@ import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import Protocol, TextIO
 
 import torch
 from accelerate import Accelerator
@@ -33,10 +34,19 @@ from train.config import ConfigError, RunConfig, differences, flat, read_flat, t
 from train.evaluate import Evaluation
 from train.journal import Journal, check_tracker
 from train.loop import Trainer, schedule_factor
+from train.model_folder import recover
 
 CONFIG = "run.yaml"
 BuildHead = Callable[[RunConfig, Target, Sequence[Encoded], Callable[[str], None]], Head]
 """Makes the untrained head from the config, the target and the training data; the last argument prints a line."""
+
+
+class SaveHead(Protocol):
+    """Writes a head folder; `heads.save_head` is one."""
+
+    def __call__(self, head: Head, path: Path, *, target: Target, notes: HeadNotes) -> None:
+        """Write `head`, trained for `target`, to `path`, replacing what is there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,8 @@ class Inputs:
     """Token ids, the opening of the answer included."""
 
 
-def train(config: RunConfig, build_head: BuildHead) -> None:
-    """Make the run that `config` describes, or continue it.
+def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) -> None:
+    """Make the run that `config` describes, or continue it, and save its head with `save`.
 
     Raises:
         ValueError: If the config, the data, the target or what the run's folder holds do not allow it; nothing was
@@ -77,7 +87,7 @@ def train(config: RunConfig, build_head: BuildHead) -> None:
             journal.say("Raise optim.steps or optim.epochs to train longer, or start another with --run.name.")
         else:
             head = build_head(config, target, inputs.samples, journal.say)
-            if _fit(accelerator, config, target, head, inputs, checkpoints, journal, progress, total):
+            if _fit(accelerator, config, target, head, save, inputs, checkpoints, journal, progress, total):
                 journal.say(f"run {config.run.name} is finished: {_result(config, progress)}")
             else:
                 journal.say(
@@ -196,6 +206,8 @@ def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Check
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         checkpoints.remove_incomplete()
+        for name in ("best", "last"):
+            recover(config.run.folder / name)
         write_atomically(folder / CONFIG, lambda new: new.write_text(to_yaml(config)))
     accelerator.wait_for_everyone()
     return lock
@@ -234,6 +246,7 @@ def _fit(
     config: RunConfig,
     target: Target,
     head: Head,
+    save: SaveHead,
     inputs: Inputs,
     checkpoints: Checkpoints,
     journal: Journal,
@@ -259,7 +272,7 @@ def _fit(
             kept = {key: value for key, value in flat(config).items() if key.partition(".")[0] in ("data", "optim")}
             training = {**kept, "precision": config.precision, "seed": config.run.seed, "step": progress.step}
             notes = HeadNotes(training=training, measured=dict(measured))
-            save_head(head, config.run.folder / name, target=target, notes=notes)
+            save(head, config.run.folder / name, target=target, notes=notes)
 
     journal.open(config, progress, total_steps, {"head.parameters": parameters, "data.samples": len(inputs.samples)})
     try:

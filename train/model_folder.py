@@ -1,0 +1,70 @@
+"""A trained model as a plain Hugging Face folder, replaced in one piece."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from decode import Target
+from train.checkpoints import sync_folder
+
+NOTES = "gorgon.json"
+
+
+def recover(path: Path) -> None:
+    """Bring back the folder `path` after a kill between the two renames of `save_model`."""
+    new, old = _neighbours(path)
+    if not path.exists() and old.exists():  # only then is what stands beside it known to be whole
+        (new if new.exists() else old).rename(path)
+
+
+def _neighbours(path: Path) -> tuple[Path, Path]:
+    return path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
+
+
+def save_model(model: PreTrainedModel, target: Target, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write `model`, the target's tokenizer and `gorgon.json` to the folder `path`, replacing one that is there.
+
+    The folder is written beside its place, synced and renamed: a kill leaves the old one, the new one, or both beside
+    their place, where `recover` finds them.
+
+    Args:
+        model: The model.
+        target: Whose tokenizer it shares.
+        path: The folder.
+        notes: How it was trained and measured.
+    """
+    recover(path)
+    new, old = _neighbours(path)
+    for left_over in (new, old):
+        shutil.rmtree(left_over, ignore_errors=True)
+    with _no_progress_bars():
+        model.save_pretrained(new)
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(new)
+    record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, **notes}
+    (new / NOTES).write_text(json.dumps(record, indent=2) + "\n")
+    sync_folder(new)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for each file into the training's own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
