@@ -1,0 +1,212 @@
+"""Check on your own model, machine and text that drafting does not change what the model says.
+
+    python -m decode.prove TARGET --head DIR --prompts FILE
+
+Four checks. Each decodes with the drafts and compares with something that knows nothing of them.
+
+  greedy text     Every prompt alone, and all of them as one batch: the text must be plain decoding's, token for token.
+                  With --batch ROWS in batches only, plain decoding too.
+  text of a seed  The same at each --temperature, and with --repetition-penalty at the last; each prompt has a seed.
+                  Only `match` keeps the text of a seed; `rejection` and `block` keep the distribution.
+  state           The first two prompts again, greedy and sampled. After every step all cached keys and values must be
+                  what a fresh prefill makes, and the drafter's next guess that of a fresh drafter. A drafter that goes
+                  wrong does not show in the text, only in the speed; here it does.
+  law             The last tokens of the first prompt, continued --samples times by three tokens (top-k 4). How often
+                  each continuation came must agree with its exact probability, from plain forwards of the model. The
+                  report says how large an error that many samples would show: to halve it, take four times as many.
+
+A text may differ in one way: where the two best scores are closer than rounding (1e-4 in float32, 4 bf16 units in half
+precision), a pass over several tokens may choose the other one. Such a near tie is looked up in a plain forward, shown
+and counted, not failed. In float64 there is none.
+
+--alpha is the probability that the whole command fails though nothing is wrong: only the law is left to chance. Seeds
+are fixed, so the same command gives the same result. Do not try seeds until one passes.
+
+The exit status is 0 if all checks pass, 1 if one fails, 2 if the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from decode.bench import machine
+from decode.draft_model import DraftModel
+from decode.generation import DRAFT_LENGTH, stream
+from decode.grow import Chain, StaticTree
+from decode.prompts import read_prompts, to_token_ids, token_limits
+from decode.proofs import Check, Drafts, Settings, prove
+from decode.propose import PromptLookup
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import load_head
+
+SHOWN = 10
+"""Lines of detail for each check."""
+MARKS = {True: "PASS", False: "FAIL", None: "----"}
+
+
+def find_drafts(
+    target: Target, *, head: str | None, draft_model: str | None, lookup: int | None, accept: str
+) -> tuple[Drafts, str]:
+    """Return what `generate` is told of the drafts, and what a reader is.
+
+    `rejection` and `block` are given drawn drafts: of ranked ones they would check only a part.
+
+    Args:
+        target: The target.
+        head: Head folder; or
+        draft_model: Folder or hub name; or
+        lookup: Tokens that prompt lookup proposes.
+        accept: Acceptance rule.
+    """
+    drafts: Drafts = {"accept": accept}
+    if head is not None:
+        loaded = load_head(head, target)
+        chain = loaded.tree is None or accept == "block"
+        paths = Chain(loaded.drafter().max_depth).paths if chain else tuple(map(tuple, loaded.tree or ()))
+        grow = StaticTree(paths, draw="none" if accept == "match" else "without_replacement")
+        kind = "chain" if grow.width == 1 else "tree"
+        return drafts | {"head": loaded, "grow": grow}, f"{loaded.kind} head {head}, {kind} of {grow.size} nodes"
+    if draft_model is not None:
+        drafts["draft_model"] = DraftModel.from_pretrained(draft_model, target)
+        return drafts, f"draft model {draft_model}, chain of {DRAFT_LENGTH + 1} nodes"
+    assert lookup is not None
+    return drafts | {"proposer": PromptLookup(length=lookup)}, f"prompt lookup of up to {lookup} tokens"
+
+
+def report(facts: dict[str, str], checks: Sequence[Check], alpha: float) -> list[str]:
+    """Return the report's lines."""
+    lines = [f"{name:8} {fact}" for name, fact in facts.items()] + [""]
+    for check in checks:
+        lines.append(f"{MARKS[check.passed]}  {check.name:14}  {check.summary}")
+        if check.counts:
+            counts = check.counts
+            lines.append(
+                f"{'':22}{counts['tokens']} tokens, {counts['tokens_per_step']:.2f} per step; "
+                f"drafts accepted {counts['accepted']} times of {counts['offered']}"
+            )
+        lines += [f"{'':22}{line}" for line in check.details[:SHOWN]]
+        if len(check.details) > SHOWN:
+            lines.append(f"{'':22}and {len(check.details) - SHOWN} more; --out writes all")
+        lines += [f"{'':22}warning: {warning}" for warning in check.warnings]
+    return [*lines, "", *_verdict(checks, alpha)]
+
+
+def _verdict(checks: Sequence[Check], alpha: float) -> list[str]:
+    failed = list(dict.fromkeys(check.name for check in checks if check.passed is False))
+    passed = list(dict.fromkeys(check.name for check in checks if check.passed))
+    line = f"PASS: {', '.join(passed)}. No sign that drafting changes what this model says."
+    if failed:
+        line = f"FAIL: {', '.join(failed)}. Drafting changes what this model says, or its state goes wrong: a bug."
+    elif any(check.warnings for check in checks):
+        line += " Mind the warnings."
+    return [line, f"A correct program fails with probability {alpha:g}: only the law is left to chance."]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m decode.prove", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("target", help="model folder or hub name")
+    drafts = p.add_mutually_exclusive_group(required=True)
+    drafts.add_argument("--head", metavar="DIR", help="head folder; its own tree is used")
+    drafts.add_argument("--draft-model", metavar="DIR", help="folder or hub name of a draft model")
+    drafts.add_argument("--lookup", type=int, metavar="N", help="draft up to N tokens by prompt lookup")
+    p.add_argument(
+        "--prompts", nargs="+", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`"
+    )
+    p.add_argument("--num", type=int, default=8, help="first prompts of each file (default 8)")
+    p.add_argument("--max-new-tokens", type=int, default=64)
+    p.add_argument(
+        "--accept",
+        choices=["match", "rejection", "block"],
+        default="match",
+        help="acceptance rule (default match); a head's or draft model's drafts are drawn for the other two, and "
+        "`block` takes a chain",
+    )
+    p.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        metavar="T",
+        help="above 0; default: 0.8 for texts, 1 for the law, which takes the first of several",
+    )
+    p.add_argument("--repetition-penalty", type=float, metavar="R", help="sample texts with this penalty too")
+    p.add_argument("--top-p", type=float, default=1.0, help="of sampled texts")
+    p.add_argument("--batch", type=int, metavar="ROWS", help="decode texts in batches only, to save time")
+    p.add_argument("--samples", type=int, default=1000, help="texts drawn for the law (default 1000)")
+    p.add_argument("--alpha", type=float, default=1e-6, help="false-positive rate of the command (default 1e-6)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
+    p.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
+    p.add_argument("--out", type=Path, help="write everything as JSON")
+    return p
+
+
+def _load(args: argparse.Namespace) -> tuple[Target, list[list[int]], Drafts, Settings, str]:
+    """Load everything, and refuse what cannot be decoded before anything is."""
+    if args.num < 1:
+        raise ValueError(f"num must be at least 1, got {args.num}")
+    first, *others = args.temperature or [None]
+    more = [Sampling(temperature=temperature, top_p=args.top_p) for temperature in others]
+    if args.repetition_penalty is not None:
+        last = (args.temperature or [1.0])[-1]
+        more.append(Sampling(temperature=last, top_p=args.top_p, repetition_penalty=args.repetition_penalty))
+    settings = Settings(
+        accept=args.accept,
+        temperature=first,
+        more=tuple(more),
+        top_p=args.top_p,
+        batch=args.batch,
+        seed=args.seed,
+        max_new_tokens=args.max_new_tokens,
+        samples=args.samples,
+        alpha=args.alpha,
+    )
+    prompts = [prompt for name in args.prompts for prompt in read_prompts(name, limit=args.num)]
+    target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
+    token_limits(target, ids, args.max_new_tokens)
+    drafts, name = find_drafts(
+        target, head=args.head, draft_model=args.draft_model, lookup=args.lookup, accept=args.accept
+    )
+    stream(target, ids, max_new_tokens=args.max_new_tokens, **drafts)  # the call checks; nothing is decoded
+    return target, ids, drafts, settings, name
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; the exit status is 1 if a check fails."""
+    args = parser().parse_args(argv)
+    try:
+        target, prompts, drafts, settings, name = _load(args)
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    place = machine(target)
+    facts = {
+        "target": f"{args.target}, {place['dtype']}, on {place['device']}",
+        "drafts": name,
+        "rule": args.accept,
+        "prompts": f"{len(prompts)} of {', '.join(args.prompts)}; up to {args.max_new_tokens} new tokens each",
+    }
+    checks = prove(target, prompts, drafts, settings)
+    passed = all(check.passed is not False for check in checks)
+    print("\n".join(report(facts, checks, settings.alpha)))
+    if args.out is not None:
+        command = " ".join(["python -m decode.prove", *(argv or sys.argv[1:])])
+        written: dict[str, Any] = {"command": command, "machine": place, **facts, "settings": asdict(settings)}
+        written |= {"checks": [asdict(check) for check in checks], "passed": passed}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(written, indent=1) + "\n")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

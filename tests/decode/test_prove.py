@@ -1,0 +1,161 @@
+"""`python -m decode.prove` runs its checks (test_proofs.py), reports them and refuses bad input."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from decode import Chain, StaticTree, Target
+from decode.proofs import Check
+from decode.prove import find_drafts, main, report
+from decode.sampling import Sampler
+from heads import HeadNotes, save_head
+
+TREE = StaticTree(((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)))
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_target, tiny_tokenizer, good_head, tmp_path_factory):
+    """Folders of a target, a head, a draft model that often agrees and one of a short context, and prompts."""
+    path = tmp_path_factory.mktemp("saved")
+    draft, short = copy.deepcopy(tiny_target.model), copy.deepcopy(tiny_target.model)
+    draft.lm_head.weight.data *= 1 + torch.arange(320)[:, None] / 1000
+    short.config.max_position_embeddings = 20
+    for folder, model in (("target", tiny_target.model), ("draft", draft), ("short", short)):
+        model.save_pretrained(path / folder)
+        tiny_tokenizer.save_pretrained(path / folder)
+    target = Target.from_pretrained(str(path / "target"), device="cpu")
+    save_head(good_head, path / "head", target=target, notes=HeadNotes(tree=TREE.paths))
+    rows = ({"prompt": text} for text in ("the cat sat on the mat", "one two three one two three", "x"))
+    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(path, *drafts: str) -> list[str]:
+    found = [str(path / word) if word in ("head", "draft", "short") else word for word in drafts]
+    prompts = ["--prompts", str(path / "prompts.jsonl"), "--num", "2", "--device", "cpu"]
+    return [str(path / "target"), *found, *prompts, "--max-new-tokens", "8", "--samples", "50"]
+
+
+DRAFTS = {"head": ("--head", "head"), "draft model": ("--draft-model", "draft"), "lookup": ("--lookup", "3")}
+
+
+@pytest.mark.parametrize(
+    ("accept", "tree", "draw"),
+    [("match", TREE, "none"), ("rejection", TREE, "without_replacement"), ("block", Chain(3), "without_replacement")],
+)
+def test_a_head_drafts_what_the_rule_is_for(saved, tiny_target, accept, tree, draw):
+    drafts, name = find_drafts(tiny_target, head=str(saved / "head"), draft_model=None, lookup=None, accept=accept)
+    assert (drafts["grow"].paths, drafts["grow"].draw) == (tree.paths, draw)
+    assert drafts["accept"] == accept
+    assert name.endswith(f"{'chain' if accept == 'block' else 'tree'} of {tree.size} nodes")
+
+
+@pytest.mark.parametrize("accept", ["match", "rejection", "block"])
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=list(DRAFTS))
+def test_what_is_right_passes(saved, capsys, drafts, accept):
+    out = saved / "out" / "prove.json"
+    assert main([*command(saved, *drafts), "--accept", accept, "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    checks = {check["name"]: check for check in written["checks"]}
+    assert {name: check["passed"] for name, check in checks.items()} == {
+        "greedy text": True,
+        "text of a seed": True if accept == "match" else None,
+        "state": True,
+        "law": True,
+    }
+    assert checks["greedy text"]["counts"]["identical"] == checks["greedy text"]["counts"]["texts"] == 4
+    assert checks["law"]["counts"]["offered"] > 0
+    assert written["command"].startswith("python -m decode.prove")
+    assert written["passed"]
+    text = capsys.readouterr().out
+    if accept == "block":
+        assert "tree" not in text
+    assert (f"not applicable: {accept} keeps the distribution" in text) == (accept != "match")
+    assert "4 of 4 texts identical, 0 near ties" in text
+    assert "50 texts of 3 tokens" in text
+    assert "off by 0." in text
+    assert "fails with probability 1e-06" in text
+    assert "PASS: " in text
+
+
+def test_the_same_command_gives_the_same_numbers_and_a_failure_is_status_1(saved, capsys, monkeypatch):
+    arguments = [*command(saved, "--draft-model", "draft"), "--num", "1", "--accept", "rejection"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first
+    monkeypatch.setattr(Sampler, "flip", lambda self, probability: True)
+    assert main([*arguments, "--seed", "1"]) == 1
+    text = capsys.readouterr().out
+    assert "FAIL  law" in text
+    assert "law. Drafting changes what this model says" in text
+
+
+def test_several_temperatures_and_a_penalty_are_checks_of_their_own(saved, capsys):
+    more = ["--temperature", "0.7", "1.5", "--repetition-penalty", "1.3", "--batch", "2"]
+    assert main([*command(saved, "--lookup", "3"), *more, "--out", str(saved / "more.json")]) == 0
+    text = capsys.readouterr().out
+    for summary in ("temperature 0.7", "temperature 1.5", "temperature 1.5, repetition penalty 1.3"):
+        assert f"2 of 2 texts identical, 0 near ties, 0 other differences, {summary}\n" in text
+    assert "of 3 tokens, temperature 0.7" in text
+    assert len(json.loads((saved / "more.json").read_text())["settings"]["more"]) == 2
+
+
+def test_the_report_shows_ten_lines_of_detail_and_what_failed():
+    check = Check("greedy text", False, "0 of 24 texts identical", {}, [f"prompt {i} alone" for i in range(24)])
+    lines = report({"target": "tiny"}, [check, Check("law", None, "not tested")], 1e-3)
+    assert sum("alone" in line for line in lines) == 10
+    assert any("and 14 more" in line for line in lines)
+    assert lines[-2].startswith("FAIL: greedy text.")
+    assert "probability 0.001" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--num", "0"], "num must be at least 1"),
+        (["--samples", "0"], "samples must be at least 1"),
+        (["--alpha", "0"], "alpha must be between 0 and 1"),
+        (["--temperature", "0"], "temperature must be above 0"),
+        (["--temperature", "1", "0"], "temperatures above 0"),
+        (["--batch", "0"], "batch must be at least 1"),
+        (["--top-p", "2"], "top_p must be above 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--dtype", "float23"], "float23"),
+        (["--lookup", "0"], "length >= 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(saved, capsys, extra, message):
+    assert main([*command(saved, "--lookup", "3"), *extra]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in next(line for line in err.splitlines() if line.startswith("error: "))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        (("--head", "no/such/head"), "no/such/head"),
+        (("--draft-model", "no/such/draft"), "no/such/draft"),
+        (("--draft-model", "short"), "the draft model was made for 20"),
+    ],
+)
+def test_drafts_that_cannot_be_used_are_status_2_before_anything_is_decoded(saved, capsys, drafts, message):
+    assert main(command(saved, *drafts)) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert "greedy text" not in err
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], ["--head", "h", "--lookup", "2"], ["--lookup", "2", "--accept", "typical"]], ids=str
+)
+def test_a_wrong_command_line_is_argparses_error(wrong, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["target", "--prompts", "p.jsonl", *wrong])
+    assert end.value.code == 2
+    assert "usage: python -m decode.prove" in capsys.readouterr().err
