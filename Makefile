@@ -1,5 +1,6 @@
 # make quickstart   install, get SmolLM2, distil, train Medusa heads, decode with and without them (CPU, about 10 minutes)
-# make test         install and run all tests
+# make test         install and run the tests (under 5 minutes on 2 cores)
+# make test-long    the wide versions of the exactness suites
 # make lint         ruff and mypy
 #
 # All use the active virtual environment; if none is active they make .venv and use that.
@@ -19,7 +20,7 @@ QUICK := data/distilled/quickstart.jsonl
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test lint install
+.PHONY: quickstart test test-long lint install
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED) $(MODEL)/config.json
@@ -37,8 +38,12 @@ quickstart: $(INSTALLED) $(MODEL)/config.json
 		--max-new-tokens 64 --out runs/quickstart/bench.json
 
 test: $(INSTALLED) $(MODEL)/config.json
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "not slow and not gpu and not engine"
-	$(VENV)/bin/pytest -q -m "slow and not gpu and not engine"
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "not slow and not long and not gpu and not engine"
+	$(VENV)/bin/pytest -q -m "slow and not long and not gpu and not engine"
+
+test-long: $(INSTALLED) $(MODEL)/config.json
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "long and not slow and not gpu and not engine"
+	$(VENV)/bin/pytest -q -m "long and slow and not gpu and not engine"
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
