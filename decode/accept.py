@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from decode.sampling import Sampling
 from decode.tree import TokenTree
 
+LEAST_MASS = 1e-280
+"""Of float64: below it, entries of a distribution have few correct bits left."""
+
 
 class Verdict(NamedTuple):
     """What one row commits in a step."""
@@ -252,8 +255,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def without(p: Tensor, token: int) -> Tensor:
-    """Return p without a token, normalised."""
+    """Return p without a token, normalised; zeros where so little is left that its ratios have underflowed."""
     left = p.clone()
     left[token] = 0.0
     mass = left.sum()
-    return left / mass if mass > 0 else left
+    # zeros are exact: a child of probability 0 is never accepted, whatever it was drawn from
+    return left / mass if mass > LEAST_MASS else torch.zeros_like(left)

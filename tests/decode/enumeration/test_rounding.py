@@ -39,7 +39,7 @@ def test_drafts_from_almost_the_targets_law_never_give_what_the_target_cannot_sa
     p[:, ::3] = -torch.inf
     p = p.softmax(-1)
     rejected = 0
-    for _ in range(5000):
+    for _ in range(3000):
         q = p.float().double()
         q = q / q.sum(-1, keepdim=True)
         tokens = [0, *(chance.choices(range(40), weights=row.tolist())[0] for row in q[:2])]
@@ -47,7 +47,7 @@ def test_drafts_from_almost_the_targets_law_never_give_what_the_target_cannot_sa
         ((path, token),) = RULES[rule]([chain(tokens, q)], p[None], [row])
         assert p[path[-1], token] > 0
         rejected += len(path) < 3
-    assert 50 < rejected < 4000
+    assert 30 < rejected < 2400
 
 
 def test_a_residual_is_finite_and_lies_in_the_targets_support():
