@@ -39,16 +39,18 @@ def parser() -> argparse.ArgumentParser:
         help="match (default; the text of a seed is the same with any drafts), rejection, block: exact; "
         "typical: NOT exact, changes what the model says",
     )
-    p.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    p.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="limit (default 256)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    p.add_argument("--top-k", type=int)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--min-p", type=float, default=0.0)
-    p.add_argument("--typical-p", type=float, default=1.0)
-    p.add_argument("--repetition-penalty", type=float, default=1.0)
-    p.add_argument("--presence-penalty", type=float, default=0.0)
-    p.add_argument("--frequency-penalty", type=float, default=0.0)
+    p.add_argument("--top-k", type=int, metavar="K", help="sample from the K best tokens only")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="… from the best with probability P together")
+    p.add_argument("--min-p", type=float, default=0.0, metavar="P", help="… from those at least P times the best")
+    p.add_argument("--typical-p", type=float, default=1.0, metavar="P", help="… from the P most typical in surprise")
+    p.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="divide scores of tokens seen, prompt too"
+    )
+    p.add_argument("--presence-penalty", type=float, default=0.0, metavar="C", help="lower scores of tokens written")
+    p.add_argument("--frequency-penalty", type=float, default=0.0, metavar="C", help="… once for each time")
     p.add_argument("--seed", type=int, help="drawn and shown if left out")
     p.add_argument("--raw", action="store_true", help="no chat template around the prompt")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")

@@ -28,6 +28,7 @@ from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.results import Stats
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.files import check_writable
 
 
 @dataclass
@@ -177,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 1 if a text differs from plain decoding's without a near tie."""
     args = parser().parse_args(argv)
     try:
+        if args.out is not None:
+            check_writable(args.out)
         files = {Path(name).stem: read_prompts(name, limit=args.num) for name in args.prompts}
         if len(files) < len(args.prompts):
             raise ValueError(f"prompt files must differ in name, got {args.prompts}")
@@ -194,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
             sampling=sampling,
             max_new_tokens=args.max_new_tokens,
             lookup=args.lookup,
+            longest=max((ids for prompts in sets.values() for ids in prompts), key=len),
         )
         runs = select(runs, args.methods)
     except (ValueError, OSError, NotImplementedError) as error:
@@ -209,12 +213,11 @@ def main(argv: list[str] | None = None) -> int:
         "differences": [line for result in results for line in result.differences],
         "raw": [asdict(result) for result in results],
     }
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(markdown(rows))
     print("\nshare of time:", json.dumps(report["profile"], indent=1), sep="\n")
     print("", *report["differences"], report["machine"], sep="\n")
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if any(result.unexcused for result in results if result.method not in (HF, HF_PACKED)) else 0
 
 

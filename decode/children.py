@@ -63,7 +63,9 @@ class Children:
         taken = torch.where(rank < counts[:, None] - 1, -torch.inf, others.gather(-1, best))
         others = others.scatter(-1, best, taken)
         drawn = (others + self._noise(rows, noise.DRAFT, depth)).argmax(-1, keepdim=True)
-        return torch.where(rank == counts[:, None] - 1, drawn, best), others.softmax(-1)
+        return torch.where(rank == counts[:, None] - 1, drawn, best), others.softmax(-1).nan_to_num(
+            0.0
+        )  # nothing left to draw: no law
 
     def _noise(self, rows: Sequence[Sampler], purpose: int, depth: int, rank: int = 0) -> Tensor:
         """Return Gumbel noise [B, 1, U] of the position at `depth`."""

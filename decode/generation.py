@@ -137,7 +137,11 @@ def _rows(
 
 
 def _rule(accept: str | AcceptRule, rows: Sequence[Row]) -> AcceptRule:
-    if isinstance(accept, str) and accept not in RULES:
+    if (
+        (isinstance(accept, str) and accept not in RULES)
+        or isinstance(accept, type)
+        or not (isinstance(accept, str) or callable(accept))
+    ):
         raise ValueError(f"accept must be one of {sorted(RULES)} or a rule, got {accept!r}")
     rule = RULES[accept] if isinstance(accept, str) else accept
     if rows[0].sampler.sampling.processors and not rule.in_order:
@@ -159,6 +163,8 @@ def _proposer(
 ) -> Proposer | None:
     if sum(source is not None for source in (head, draft_model, proposer)) > 1:
         raise ValueError("give one of head, draft_model and proposer, not several")
+    if isinstance(head, DraftModel):
+        raise ValueError("head is a draft model; pass it as draft_model")
     if head is not None:
         loaded = head if isinstance(head, Head) else load_head(head, target)
         made: Proposer | None = Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
@@ -192,8 +198,8 @@ def _check_drafting(target: Target, drafting: Drafting, rule: AcceptRule, length
         )
     if isinstance(drafting.head, DraftModel) and drafting.head.target is not target:
         raise ValueError(
-            f"the draft model was paired with another target ({drafting.head.target.name}), not with {target.name}; "
-            "make DraftModel(model, target) with the target that decodes"
+            f"the draft model was paired with another Target object (of {drafting.head.target.name}), not with this "
+            f"one (of {target.name}); make DraftModel(model, target) with the target that decodes"
         )
     if isinstance(drafting.head, DraftModel) and length > drafting.head.model.max_length:
         raise ValueError(

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from decode.children import Children, Draw, ranked
+from decode.limits import check_temperature
 from decode.sampling import Sampler
 from decode.tree import Draws, TokenTree, TreeShape, tree_shape
 from heads import Drafter
 
 Paths = tuple[tuple[int, ...], ...]
+LONGEST_CHAIN = 1024
 
 
 class Grow(Protocol):
@@ -72,10 +74,8 @@ class StaticTree:
         """Sort the paths by depth and reject gaps and settings that there are not."""
         if self.draw not in get_args(Draw):
             raise ValueError(f"draw must be one of {', '.join(get_args(Draw))}, got {self.draw!r}")
-        if self.temperature is not None and not self.temperature >= 0:
-            raise ValueError(
-                f"the drafts' temperature must be at least 0, or None for the target's, got {self.temperature}"
-            )
+        if self.temperature is not None:
+            check_temperature("the drafts' temperature", self.temperature)
         paths = tuple(sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path)))
         for path in paths:
             needed = {path[:-1], (*path[:-1], path[-1] - 1) if path and path[-1] else path[:-1]}
@@ -149,8 +149,8 @@ def Chain(length: int, *, draw: Draw = "none", temperature: float | None = None)
     Raises:
         ValueError: If `length` is below 1.
     """
-    if length < 1:
-        raise ValueError(f"a chain has at least 1 token, got {length}; use proposer=None to decode without drafts")
+    if not 1 <= length <= LONGEST_CHAIN:
+        raise ValueError(f"a chain has at least 1 token and at most {LONGEST_CHAIN}, got {length}")
     paths = tuple((0,) * depth for depth in range(1, length + 1))
     return StaticTree(paths, draw=draw, temperature=temperature)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from decode.draft_model import DraftModel
-from decode.generation import generate
+from decode.generation import generate, stream
 from decode.grow import Chain
 from decode.propose import Drafting, PromptLookup, Proposer
 from decode.results import Generation, Stats
@@ -30,6 +30,7 @@ def methods(
     sampling: Sampling,
     max_new_tokens: int,
     lookup: int,
+    longest: Sequence[int] | None = None,
 ) -> dict[str, Run]:
     """Return what to compare: name -> function from prompt ids to new tokens and counts.
 
@@ -48,6 +49,10 @@ def methods(
     if draft_model is not None:
         model = DraftModel.from_pretrained(draft_model, target)
         proposers |= {f"draft model chain {n + 1}": Drafting(model, Chain(n)) for n in DRAFT_LENGTHS}
+
+    if longest is not None:  # what cannot be decoded is refused before anything is; stream decodes nothing by itself
+        for proposer in proposers.values():
+            stream(target, longest, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
 
     def ours(proposer: Proposer | None) -> Run:
         def run(ids: list[int]) -> tuple[list[int], Stats | None]:

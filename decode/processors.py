@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
@@ -27,19 +27,30 @@ class CountPenalty(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * counts.clamp(max=1)
 
 
-def prefix_constraint(allowed: AllowedTokens, row: int) -> LogitsProcessor:
-    """Return transformers' processor that asks `allowed` for this row; alone, it takes every text for row 0."""
+class RowConstraint(PrefixConstrainedLogitsProcessor):
+    """transformers' processor, which takes a text on its own for row 0, asking `allowed` for the row it is of."""
 
-    def of_row(_: int, token_ids: Tensor) -> list[int]:
-        tokens = [int(token) for token in allowed(row, token_ids)]
-        if not tokens:
+    def __init__(self, allowed: AllowedTokens, row: int) -> None:
+        super().__init__(self._of_row, num_beams=1)
+        self._allowed = allowed
+        self._row = row
+        self._vocab_size = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores of allowed tokens: [1, length], [1, V] -> [1, V]."""
+        self._vocab_size = scores.shape[-1]
+        return super().__call__(input_ids, scores)
+
+    def _of_row(self, _: int, token_ids: Tensor) -> list[int]:
+        found = self._allowed(self._row, token_ids)
+        tokens = [int(token) for token in found] if isinstance(found, Iterable) else []
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise ValueError(
-                f"prefix_allowed_tokens_fn allows no token after {len(token_ids)} tokens of row {row} (the last are "
-                f"{token_ids[-5:].tolist()}); allow at least one, such as an end-of-text token"
+                f"prefix_allowed_tokens_fn allows no token after {len(token_ids)} tokens of row {self._row} (the last "
+                f"are {token_ids[-5:].tolist()}), or none that there is: it returned {str(found)[:80]}, expected at "
+                f"least one id below {self._vocab_size}, such as that of an end-of-text token"
             )
         return tokens
-
-    return PrefixConstrainedLogitsProcessor(of_row, num_beams=1)
 
 
 def copies(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:

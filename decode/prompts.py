@@ -92,6 +92,8 @@ def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
     Raises:
         ValueError: If a line is broken or holds none of these; it names the line.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"at least 1 prompt must be read, got a limit of {limit}")
     prompts: list[Prompt] = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):

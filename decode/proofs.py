@@ -5,8 +5,9 @@ Each decodes with drafts and compares with something that knows nothing of them;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -21,6 +22,8 @@ from decode.target import Target
 
 ROWS = 50
 """Samples in one batch."""
+TEMPERATURE = 0.8
+"""Of sampled texts, where none is given."""
 GROSS = 0.3
 """Total-variation distance above which a report of the law warns that it proves little."""
 
@@ -59,7 +62,7 @@ class Settings:
     @property
     def sampling(self) -> Sampling:
         """Of sampled texts, without a seed."""
-        return Sampling(temperature=self.temperature or 0.8, top_p=self.top_p)
+        return Sampling(temperature=self.temperature or TEMPERATURE, top_p=self.top_p)
 
 
 @dataclass
@@ -76,12 +79,12 @@ class Check:
     """Why a pass proves less than it seems to."""
 
 
-Drafts = dict[str, Any]
+Options = dict[str, Any]
 """What `generate` is told of the drafts: head and grow, draft_model or proposer, and accept; empty for none."""
 
 
-def prove(target: Target, prompts: Sequence[list[int]], drafts: Drafts, settings: Settings) -> list[Check]:
-    """Run all checks.
+def prove(target: Target, prompts: Sequence[list[int]], drafts: Options, settings: Settings) -> Iterator[Check]:
+    """Run all checks, yielding each when it is done.
 
     Args:
         target: The model.
@@ -90,23 +93,24 @@ def prove(target: Target, prompts: Sequence[list[int]], drafts: Drafts, settings
         settings: What to decode.
     """
     sampled = [settings.sampling, *settings.more]
-    checks = [
-        prove_texts("greedy text", target, prompts, drafts, Sampling(), settings),
-        *(prove_seeds(target, prompts, drafts, sampling, settings) for sampling in sampled),
-        prove_state(target, prompts, drafts, settings),
-        prove_law(target, prompts[0], drafts, settings),
+    checks: list[Callable[[], Check]] = [
+        lambda: prove_texts("greedy text", target, prompts, drafts, Sampling(), settings),
+        *(partial(prove_seeds, target, prompts, drafts, sampling, settings) for sampling in sampled),
+        lambda: prove_state(target, prompts, drafts, settings),
+        lambda: prove_law(target, prompts[0], drafts, settings),
     ]
-    for check in checks:
+    for run in checks:
+        check = run()
         if check.passed and not check.counts["accepted"]:
             check.warnings.append(
                 f"no draft was accepted in {_number(check.counts['steps'], 'step')}, so this proves little; give "
                 "prompts whose continuation the drafts can guess, or better drafts"
             )
-    return checks
+        yield check
 
 
 def prove_texts(
-    name: str, target: Target, prompts: Sequence[list[int]], drafts: Drafts, sampling: Sampling, settings: Settings
+    name: str, target: Target, prompts: Sequence[list[int]], drafts: Options, sampling: Sampling, settings: Settings
 ) -> Check:
     """Compare texts with drafts, alone and in one batch, with those of plain decoding alone."""
     seeds = [settings.seed + row for row in range(len(prompts))]
@@ -141,7 +145,7 @@ def prove_texts(
 
 
 def prove_seeds(
-    target: Target, prompts: Sequence[list[int]], drafts: Drafts, sampling: Sampling, settings: Settings
+    target: Target, prompts: Sequence[list[int]], drafts: Options, sampling: Sampling, settings: Settings
 ) -> Check:
     """Compare sampled texts as `prove_texts` does, where the rule keeps the text of a seed."""
     if settings.accept != "match":
@@ -153,7 +157,7 @@ def prove_seeds(
     return check
 
 
-def prove_state(target: Target, prompts: Sequence[list[int]], drafts: Drafts, settings: Settings) -> Check:
+def prove_state(target: Target, prompts: Sequence[list[int]], drafts: Options, settings: Settings) -> Check:
     """Decode the first two prompts with all state checked after every step."""
     first, errors, results = prompts[:2], [], []
     seeds = [settings.seed + row for row in range(len(first))]
@@ -172,7 +176,7 @@ def prove_state(target: Target, prompts: Sequence[list[int]], drafts: Drafts, se
     return Check("state", not errors, summary, counts, errors)
 
 
-def prove_law(target: Target, prompt: Sequence[int], drafts: Drafts, settings: Settings) -> Check:
+def prove_law(target: Target, prompt: Sequence[int], drafts: Options, settings: Settings) -> Check:
     """Compare the frequencies of sampled continuations with their exact probabilities."""
     samples, temperature = settings.samples, settings.temperature or 1.0
     law = choose_law(target, prompt, temperature, samples)
@@ -217,7 +221,7 @@ def _decode(
     prompts: Sequence[list[int]],
     sampling: Sampling,
     settings: Settings,
-    drafts: Drafts | None = None,
+    drafts: Options | None = None,
     **options: Any,
 ) -> list[Generation]:
     options |= drafts or {}

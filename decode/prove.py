@@ -40,11 +40,12 @@ from decode.draft_model import DraftModel
 from decode.generation import DRAFT_LENGTH, stream
 from decode.grow import Chain, StaticTree
 from decode.prompts import read_prompts, to_token_ids, token_limits
-from decode.proofs import Check, Drafts, Settings, prove
+from decode.proofs import TEMPERATURE, Check, Options, Settings, prove
 from decode.propose import PromptLookup
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import load_head
+from heads.files import check_writable
 
 SHOWN = 10
 """Lines of detail for each check."""
@@ -53,7 +54,7 @@ MARKS = {True: "PASS", False: "FAIL", None: "----"}
 
 def find_drafts(
     target: Target, *, head: str | None, draft_model: str | None, lookup: int | None, accept: str
-) -> tuple[Drafts, str]:
+) -> tuple[Options, str]:
     """Return what `generate` is told of the drafts, and what a reader is.
 
     `rejection` and `block` are given drawn drafts: of ranked ones they would check only a part.
@@ -65,7 +66,7 @@ def find_drafts(
         lookup: Tokens that prompt lookup proposes.
         accept: Acceptance rule.
     """
-    drafts: Drafts = {"accept": accept}
+    drafts: Options = {"accept": accept}
     if head is not None:
         loaded = load_head(head, target)
         chain = loaded.tree is None or accept == "block"
@@ -82,20 +83,28 @@ def find_drafts(
 
 def report(facts: dict[str, str], checks: Sequence[Check], alpha: float) -> list[str]:
     """Return the report's lines."""
-    lines = [f"{name:8} {fact}" for name, fact in facts.items()] + [""]
-    for check in checks:
-        lines.append(f"{MARKS[check.passed]}  {check.name:14}  {check.summary}")
-        if check.counts:
-            counts = check.counts
-            lines.append(
-                f"{'':22}{counts['tokens']} tokens, {counts['tokens_per_step']:.2f} per step; "
-                f"drafts accepted {counts['accepted']} times of {counts['offered']}"
-            )
-        lines += [f"{'':22}{line}" for line in check.details[:SHOWN]]
-        if len(check.details) > SHOWN:
-            lines.append(f"{'':22}and {len(check.details) - SHOWN} more; --out writes all")
-        lines += [f"{'':22}warning: {warning}" for warning in check.warnings]
-    return [*lines, "", *_verdict(checks, alpha)]
+    lines = [line for check in checks for line in check_lines(check)]
+    return [*head_lines(facts), *lines, *_verdict(checks, alpha)]
+
+
+def head_lines(facts: dict[str, str]) -> list[str]:
+    """Return what is proved on what."""
+    return [*(f"{name:8} {fact}" for name, fact in facts.items()), ""]
+
+
+def check_lines(check: Check) -> list[str]:
+    """Return the lines of one check."""
+    lines = [f"{MARKS[check.passed]}  {check.name:14}  {check.summary}"]
+    if check.counts:
+        counts = check.counts
+        lines.append(
+            f"{'':22}{counts['tokens']} tokens, {counts['tokens_per_step']:.2f} per step; "
+            f"drafts accepted {counts['accepted']} times of {counts['offered']}"
+        )
+    lines += [f"{'':22}{line}" for line in check.details[:SHOWN]]
+    if len(check.details) > SHOWN:
+        lines.append(f"{'':22}and {len(check.details) - SHOWN} more; --out writes all")
+    return lines + [f"{'':22}warning: {warning}" for warning in check.warnings]
 
 
 def _verdict(checks: Sequence[Check], alpha: float) -> list[str]:
@@ -106,7 +115,10 @@ def _verdict(checks: Sequence[Check], alpha: float) -> list[str]:
         line = f"FAIL: {', '.join(failed)}. Drafting changes what this model says, or its state goes wrong: a bug."
     elif any(check.warnings for check in checks):
         line += " Mind the warnings."
-    return [line, f"A correct program fails with probability {alpha:g}: only the law is left to chance."]
+    chance = f"A correct program fails with probability {alpha:g}: only the law is left to chance."
+    if any(check.name == "law" and check.passed is None for check in checks):
+        chance = "The law of sampled texts was not tested."
+    return ["", line, chance]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
         "--prompts", nargs="+", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`"
     )
     p.add_argument("--num", type=int, default=8, help="first prompts of each file (default 8)")
-    p.add_argument("--max-new-tokens", type=int, default=64)
+    p.add_argument("--max-new-tokens", type=int, default=64, help="of each text (default 64)")
     p.add_argument(
         "--accept",
         choices=["match", "rejection", "block"],
@@ -143,21 +155,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, metavar="ROWS", help="decode texts in batches only, to save time")
     p.add_argument("--samples", type=int, default=1000, help="texts drawn for the law (default 1000)")
     p.add_argument("--alpha", type=float, default=1e-6, help="false-positive rate of the command (default 1e-6)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the first prompt; the others count up (default 0)")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
     p.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
     p.add_argument("--out", type=Path, help="write everything as JSON")
     return p
 
 
-def _load(args: argparse.Namespace) -> tuple[Target, list[list[int]], Drafts, Settings, str]:
+def _load(args: argparse.Namespace) -> tuple[Target, list[list[int]], Options, Settings, str]:
     """Load everything, and refuse what cannot be decoded before anything is."""
     if args.num < 1:
         raise ValueError(f"num must be at least 1, got {args.num}")
+    if args.temperature and min(args.temperature) <= 0:
+        raise ValueError(f"temperature must be above 0 (greedy is checked anyway), got {min(args.temperature):g}")
+    if args.out is not None:
+        check_writable(args.out)
     first, *others = args.temperature or [None]
     more = [Sampling(temperature=temperature, top_p=args.top_p) for temperature in others]
     if args.repetition_penalty is not None:
-        last = (args.temperature or [1.0])[-1]
+        last = (args.temperature or [TEMPERATURE])[-1]
         more.append(Sampling(temperature=last, top_p=args.top_p, repetition_penalty=args.repetition_penalty))
     settings = Settings(
         accept=args.accept,
@@ -196,14 +212,21 @@ def main(argv: list[str] | None = None) -> int:
         "rule": args.accept,
         "prompts": f"{len(prompts)} of {', '.join(args.prompts)}; up to {args.max_new_tokens} new tokens each",
     }
-    checks = prove(target, prompts, drafts, settings)
+    print(*head_lines(facts), sep="\n", flush=True)
+    checks = []
+    try:
+        for check in prove(target, prompts, drafts, settings):
+            checks.append(check)
+            print(*check_lines(check), sep="\n", flush=True)
+    except KeyboardInterrupt:
+        print("stopped: what is not above was not checked", file=sys.stderr)
+        return 130
     passed = all(check.passed is not False for check in checks)
-    print("\n".join(report(facts, checks, settings.alpha)))
+    print(*_verdict(checks, settings.alpha), sep="\n")
     if args.out is not None:
         command = " ".join(["python -m decode.prove", *(argv or sys.argv[1:])])
         written: dict[str, Any] = {"command": command, "machine": place, **facts, "settings": asdict(settings)}
         written |= {"checks": [asdict(check) for check in checks], "passed": passed}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(written, indent=1) + "\n")
     return 0 if passed else 1
 

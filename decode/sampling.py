@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -30,7 +29,8 @@ from transformers.generation.logits_process import (
 )
 
 from decode import noise
-from decode.processors import AllowedTokens, CountPenalty, copies, prefix_constraint
+from decode.limits import check_sampling
+from decode.processors import AllowedTokens, CountPenalty, RowConstraint, copies
 
 
 @dataclass(frozen=True)
@@ -70,36 +70,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Reject values that no distribution has."""
-        finite = "a finite number (0 is no penalty)"
-        checks = {
-            "temperature": (0 <= self.temperature < math.inf, "at least 0 (0 is greedy) and finite"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1, or None to keep all tokens"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "typical_p": (0 < self.typical_p <= 1, "above 0 and at most 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is no penalty) and finite"),
-            "presence_penalty": (math.isfinite(self.presence_penalty), finite),
-            "frequency_penalty": (math.isfinite(self.frequency_penalty), finite),
-            "bad_words_ids": (
-                isinstance(self.bad_words_ids, Sequence) and all(map(_is_token_sequence, self.bad_words_ids)),
-                "non-empty lists of token ids, such as [[5], [7, 8]]",
-            ),
-            "seed": (
-                self.seed is None or all(isinstance(seed, int) for seed in self._seeds),
-                "a number, a list of numbers (one for each prompt), or None",
-            ),
-            "prefix_allowed_tokens_fn": (
-                self.prefix_allowed_tokens_fn is None or callable(self.prefix_allowed_tokens_fn),
-                "a function of row and token ids, or None",
-            ),
-        }
-        for name, (good, expected) in checks.items():
-            if not good:
-                raise ValueError(f"{name} must be {expected}, got {vars(self)[name]}")
-
-    @property
-    def _seeds(self) -> Sequence[object]:
-        return self.seed if isinstance(self.seed, Sequence) else [self.seed]
+        check_sampling(self)
 
     @property
     def greedy(self) -> bool:
@@ -129,7 +100,7 @@ class Sampling:
         if self.bad_words_ids:
             made.append(NoBadWordsLogitsProcessor([list(map(int, words)) for words in self.bad_words_ids]))
         if self.prefix_allowed_tokens_fn is not None:
-            made.append(prefix_constraint(self.prefix_allowed_tokens_fn, row))
+            made.append(RowConstraint(self.prefix_allowed_tokens_fn, row))
         return [*made, *self.processors]
 
     @cached_property
@@ -160,12 +131,6 @@ class Sampling:
         if not isinstance(self.seed, int) and len(self.seed) != rows:
             raise ValueError(f"got {len(self.seed)} seeds for {rows} prompts; give one for each, or a single number")
         return self
-
-
-def _is_token_sequence(words: object) -> bool:
-    return (
-        isinstance(words, Sequence) and len(words) > 0 and all(isinstance(t, Integral) and int(t) >= 0 for t in words)
-    )
 
 
 def to_scores(logits: Tensor, context: Tensor | None, processors: Sequence[LogitsProcessor]) -> Tensor:

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class Target:
             UnsupportedTargetError: See `Target`.
         """
         place, precision = _device(device), _dtype(dtype)
+        _check_folder(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, attn_implementation=attn)
         return cls(model.to(place), tokenizer, name=name, pack=pack)  # type: ignore[arg-type]
@@ -220,6 +222,18 @@ class Target:
             yield captured
         finally:
             handle.remove()
+
+
+def _check_folder(name: str) -> None:
+    """Refuse a local folder that holds no model, with a better reason than transformers' own."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{name} is not a model folder: it has no config.json")
+    if "model_type" not in config.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(f"{name} is not a model folder: its config.json has no model_type; a head goes to --head")
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -136,6 +136,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy or train the head again") from error
     needed = {"format", "type", "config", "target", "training", "measured", "tree"}
+    if isinstance(config, dict) and "model_type" in config:
+        raise ValueError(f"{path} is of a model, not of a head; pass the folder as a draft model (--draft-model)")
     if not isinstance(config, dict) or not needed <= set(config):
         raise ValueError(f"{path} is not a head written by Gorgon: expected the keys {sorted(needed)}")
     target = config["target"]

@@ -23,3 +23,13 @@ def sync_entry(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_writable(path: Path) -> None:
+    """Make sure, before hours of work, that a report can be written to `path`.
+
+    Raises:
+        OSError: If it cannot.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("a").close()

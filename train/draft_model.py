@@ -140,7 +140,7 @@ def _untrained(config: DraftModelConfig, target: Target) -> LlamaForCausalLM:
             max_position_embeddings=target.max_length,
             tie_word_embeddings=True,
             bos_token_id=own.to_dict().get("bos_token_id"),
-            eos_token_id=own.eos_token_id if theirs is None else theirs.eos_token_id,
+            eos_token_id=own.to_dict().get("eos_token_id") if theirs is None else theirs.eos_token_id,
             pad_token_id=own.to_dict().get("pad_token_id"),
         )
     )

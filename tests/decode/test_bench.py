@@ -83,6 +83,16 @@ def test_the_command_writes_its_numbers_and_refuses_bad_input(tiny_target, tiny_
     assert report["machine"]["torch"] == torch.__version__
     assert {row["method"] for row in report["rows"]} == {"plain", "prompt lookup", "transformers"}
     assert "| plain |" in capsys.readouterr().out
+    assert main([*arguments, "--out", str(tmp_path)]) == 2  # before anything is decoded
+    assert main([*arguments, "--num", "-1"]) == 2
+    model_with_a_short_context = tiny_target.model.config.max_position_embeddings
+    tiny_target.model.config.max_position_embeddings = 10
+    tiny_target.model.save_pretrained(tmp_path / "short")
+    tiny_target.model.config.max_position_embeddings = model_with_a_short_context
+    tiny_tokenizer.save_pretrained(tmp_path / "short")
+    capsys.readouterr()
+    assert main([*arguments, "--draft-model", str(tmp_path / "short")]) == 2
+    assert "the draft model was made for 10" in capsys.readouterr().err
     prompts.write_text('{"prompt": "the cat"}\n{"prompt": \n')
     assert main(arguments) == 2
     assert "prompts.jsonl:2" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from decode import Chain, Sampling, StaticTree
+from decode.children import Children
 from decode.sampling import Sampler
 
 V = 5
@@ -176,5 +177,12 @@ def test_unknown_ways_to_draw_are_refused(draw):
 
 @pytest.mark.parametrize("temperature", [-0.1, float("nan")])
 def test_temperatures_below_0_are_refused(temperature):
-    with pytest.raises(ValueError, match="drafts' temperature must be at least 0, or None"):
+    with pytest.raises(ValueError, match="drafts' temperature must be at least 0"):
         Chain(1, temperature=temperature)
+
+
+def test_a_hybrid_has_no_law_where_nothing_is_left_to_draw():
+    children = Children("hybrid", 1.0, False, torch.arange(2))
+    rows = [Sampler(Sampling(temperature=1.0, seed=0), 0, [1])]
+    _, law = children.choose(torch.tensor([[[0.0, -torch.inf]]]), 2, torch.tensor([2]), rows, 1)
+    assert law.tolist() == [[[0.0, 0.0]]]

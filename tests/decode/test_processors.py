@@ -79,8 +79,8 @@ def test_the_constraint_is_asked_for_its_row_with_the_path():
     assert torch.equal(found[[3, 7]], LOGITS[[3, 7]])
 
 
-@pytest.mark.parametrize("nothing", [[], torch.empty(0, dtype=torch.int64)])
-def test_a_constraint_that_allows_nothing_is_named_with_its_row(nothing):
+@pytest.mark.parametrize("nothing", [[], torch.empty(0, dtype=torch.int64), [-1], [3, 99999], None], ids=str)
+def test_a_constraint_that_allows_nothing_there_is_is_named_with_its_row(nothing):
     sampling = Sampling(prefix_allowed_tokens_fn=lambda row, ids: nothing, seed=0)
     with pytest.raises(
         ValueError, match=r"prefix_allowed_tokens_fn allows no token after 3 tokens of row 2 .*\[1, 8, 9\]"

@@ -49,7 +49,7 @@ def test_a_draft_cache_that_is_one_token_short_fails_the_state_check_alone(
         return logits
 
     monkeypatch.setattr(DraftModelDrafter, "_advance", short)
-    checks = prove(tiny_target, prompts[:2], {"draft_model": draft_model}, QUICK)
+    checks = list(prove(tiny_target, prompts[:2], {"draft_model": draft_model}, QUICK))
     assert outcomes(checks) == [True, True, False, True]
     assert [line.split(":")[0] for line in checks[2].details] == ["greedy", "sampled"]
     assert "drafter's logits" in checks[2].details[0]
@@ -69,7 +69,7 @@ class StaleDrafter(MedusaDrafter):
 
 def test_a_stale_head_fails_the_state_check_alone(tiny_target, good_head, prompts, monkeypatch):
     monkeypatch.setattr(type(good_head), "drafter", lambda self: StaleDrafter(self))
-    checks = prove(tiny_target, prompts[:2], {"head": good_head, "grow": TREE}, QUICK)
+    checks = list(prove(tiny_target, prompts[:2], {"head": good_head, "grow": TREE}, QUICK))
     assert outcomes(checks) == [True, True, False, True]
 
 
@@ -204,7 +204,7 @@ def test_a_near_tie_is_shown_and_counted_and_not_failed(make_tiny_llama, prompts
 
 def test_drafts_that_are_never_accepted_are_warned_of(tiny_target, prompts, capsys):
     never = PromptLookup(max_ngram=30, min_ngram=30)
-    checks = prove(tiny_target, prompts[:2], {"proposer": never}, Settings(max_new_tokens=4, samples=50))
+    checks = list(prove(tiny_target, prompts[:2], {"proposer": never}, Settings(max_new_tokens=4, samples=50)))
     assert outcomes(checks) == [True, True, True, True]
     assert all("no draft was accepted" in check.warnings[-1] for check in checks)
     lines = report({"drafts": "none"}, checks, 1e-6)
@@ -224,7 +224,7 @@ def test_bfloat16_has_near_ties_and_passes(make_tiny_llama, prompts):
     target = Target(make_tiny_llama(dtype=torch.bfloat16))
     drafts = {"draft_model": DraftModel(Target(perturbed(target.model, 0.05)), target)}
     settings = Settings(max_new_tokens=32, samples=100, batch=5)
-    checks = prove(target, prompts, drafts, settings)
+    checks = list(prove(target, prompts, drafts, settings))
     assert outcomes(checks) == [True, True, True, True], checks
 
 

@@ -109,7 +109,8 @@ def test_the_report_shows_ten_lines_of_detail_and_what_failed():
     assert sum("alone" in line for line in lines) == 10
     assert any("and 14 more" in line for line in lines)
     assert lines[-2].startswith("FAIL: greedy text.")
-    assert "probability 0.001" in lines[-1]
+    assert lines[-1] == "The law of sampled texts was not tested."
+    assert "probability 0.001" in report({"target": "tiny"}, [check], 1e-3)[-1]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,8 @@ def test_the_report_shows_ten_lines_of_detail_and_what_failed():
         (["--samples", "0"], "samples must be at least 1"),
         (["--alpha", "0"], "alpha must be between 0 and 1"),
         (["--temperature", "0"], "temperature must be above 0"),
-        (["--temperature", "1", "0"], "temperatures above 0"),
+        (["--temperature", "1", "0"], "temperature must be above 0 (greedy is checked anyway), got 0"),
+        (["--num", "-1"], "at least 1"),
         (["--batch", "0"], "batch must be at least 1"),
         (["--top-p", "2"], "top_p must be above 0"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
@@ -159,3 +161,22 @@ def test_a_wrong_command_line_is_argparses_error(wrong, capsys):
         main(["target", "--prompts", "p.jsonl", *wrong])
     assert end.value.code == 2
     assert "usage: python -m decode.prove" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_checks_that_are_done(saved, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("decode.proofs.prove_state", interrupted)
+    assert main(command(saved, "--lookup", "3")) == 130
+    out, err = capsys.readouterr()
+    assert "PASS  text of a seed" in out
+    assert "PASS: " not in out
+    assert "stopped" in err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_decoded(saved, capsys):
+    assert main([*command(saved, "--lookup", "3"), "--out", str(saved)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "error: " in err

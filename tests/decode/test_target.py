@@ -219,3 +219,11 @@ def test_a_model_on_several_devices_is_refused():
 def test_unknown_precisions_and_devices_are_clear_errors(options, message):
     with pytest.raises(ValueError, match=message):
         Target.from_pretrained("unused", **options)
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"not a model folder: it has no config\.json"):
+        Target.from_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"format": 1, "type": "medusa"}')
+    with pytest.raises(ValueError, match="a head goes to --head"):
+        Target.from_pretrained(str(tmp_path))

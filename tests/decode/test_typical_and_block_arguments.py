@@ -64,6 +64,9 @@ BAD = {
         {"draft_model": "DRAFT", "grow": StaticTree(tuple((rank,) for rank in range(321)))},
         "a node has 321 children, but the .*vocabulary has 320 tokens",
     ),
+    "a draft model as head": ({"head": "DRAFT"}, "head is a draft model; pass it as draft_model"),
+    "a class of rules": ({"accept": Block}, "accept must be one of"),
+    "no rule": ({"accept": None}, "accept must be one of"),
     "a chain too deep": ({"draft_model": "DRAFT", "grow": Chain(257)}, "257 deep, but the head drafts 256 tokens"),
 }
 
@@ -89,8 +92,11 @@ def test_what_does_not_go_together_is_refused_before_any_pass(tiny_target, tiny_
         (lambda: Typical(delta=0.0), "delta > 0, got 0.09 and 0.0"),
         (lambda: Typical(delta=float("nan")), "delta > 0"),
         (lambda: Chain(3, draw="best"), "draw must be one of none, .*hybrid, got 'best'"),
-        (lambda: Chain(0), "at least 1 token, got 0"),
-        (lambda: Chain(3, temperature=-0.1), "temperature must be at least 0, or None for the target's, got -0.1"),
+        (lambda: Chain(0), "at least 1 token and at most 1024, got 0"),
+        (lambda: Chain(100_000), "at most 1024, got 100000"),
+        (lambda: Chain(3, temperature=1e-320), "temperature must be at least 0 .* 1e-06 or more"),
+        (lambda: Chain(3, temperature="a"), "temperature must be at least 0 .*, got a"),
+        (lambda: Chain(3, temperature=-0.1), "temperature must be at least 0 .*, got -0.1"),
         (lambda: StaticTree(((0,),), temperature=float("nan")), "temperature must be at least 0"),
     ],
 )
