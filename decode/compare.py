@@ -78,11 +78,14 @@ def first_difference(
     chosen = scores[list(tokens)]
     # from the best of all, not from each other: in half precision three tokens may tie
     gap = float(scores.max() - chosen.min())
-    return Difference(same, tokens, gap, tolerance(target.dtype, float(logits.max().abs())))
+    allowed = tolerance(target.dtype, float(logits.abs().max()))
+    if target.dtype in (torch.bfloat16, torch.float16) and not sampling.greedy:
+        allowed /= sampling.temperature  # as the scores are
+    return Difference(same, tokens, gap, allowed)
 
 
 def tolerance(dtype: torch.dtype, logit: float) -> float:
-    """Return the largest gap that rounding explains."""
+    """Return the largest gap that rounding explains, where the largest logit has the size `logit`."""
     if dtype == torch.float64:
         return 0.0
     return 1e-4 if dtype == torch.float32 else 4 * 2.0**-8 * logit

@@ -131,3 +131,15 @@ def test_three_tokens_may_tie_in_half_precision(tiny_target):
     found = first_difference(target, PROMPT, [9], [4], Sampling())
     assert found.gap == pytest.approx(2.0**-6)
     assert found.near_tie
+
+
+def test_half_precision_is_allowed_what_its_largest_logit_loses_at_the_temperature(tiny_target):
+    import copy
+
+    target = TiedTarget.make(copy.deepcopy(tiny_target.model), torch.bfloat16, 2.0**-6)
+    target.model.lm_head.register_forward_hook(
+        lambda module, args, output: output.index_fill(-1, torch.tensor([7]), -8.0)
+    )
+    for temperature in (0.0, 0.5, 2.0):
+        found = first_difference(target, PROMPT, [9], [4], Sampling(temperature=temperature, seed=0))
+        assert found.tolerance == pytest.approx(4 * 2.0**-8 * 8 / (temperature or 1))

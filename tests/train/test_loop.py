@@ -1,5 +1,4 @@
 import copy
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -89,18 +88,18 @@ def test_a_signal_sets_the_request_and_is_given_back_at_the_end(number: signal.S
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop()
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop()
-        os.kill(os.getpid(), number)  # a repeated one changes nothing
+        signal.raise_signal(number)  # a repeated one changes nothing
         assert stop()
     assert signal.getsignal(number) is before
 
 
 def test_a_later_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         later = time.monotonic() + 10
         monkeypatch.setattr(time, "monotonic", lambda: later)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         assert stop()
