@@ -1,11 +1,11 @@
 """The real target and its trained head: the text never changes, the acceptance does not fall."""
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from decode import Chain, DraftModel, Generation, PromptLookup, Sampling, StaticTree, Target, generate
 from decode.bench import compare
@@ -88,7 +88,7 @@ def test_sampled_text_of_a_seed_is_the_same_with_any_proposer(target, head, prom
 @pytest.fixture(scope="module")
 def draft_model(target) -> DraftModel:
     """The target's own first layers: a bad draft model, but one that nobody has to train."""
-    model = copy.deepcopy(target.model)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     model.model.layers = model.model.layers[:3]
     model.config.num_hidden_layers = 3
     return DraftModel(Target(model, target.tokenizer), target)
