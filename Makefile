@@ -1,5 +1,5 @@
 # make quickstart   install, get SmolLM2, distil, train Medusa heads, decode with and without them (CPU, about 10 minutes)
-# make test         install and run the tests (under 5 minutes on 2 cores)
+# make test         install and run the tests
 # make test-long    the wide versions of the exactness suites
 # make lint         ruff and mypy
 #

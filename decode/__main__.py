@@ -75,7 +75,16 @@ def _grow(args: argparse.Namespace) -> StaticTree | None:
     if args.draft_model is None:
         raise ValueError("--draft-length and --draft-temperature are for a --draft-model")
     length = DRAFT_LENGTH if args.draft_length is None else args.draft_length
-    return draft_chain(RULES[args.accept], length, temperature=args.draft_temperature)
+    rule = RULES[args.accept]
+    chain = draft_chain(rule, length, temperature=args.draft_temperature)
+    if args.draft_temperature is not None and (
+        args.temperature == 0 or not (rule.shares_noise or chain.draw != "none")
+    ):
+        raise ValueError(
+            f"--draft-temperature has no effect on the best tokens, which --temperature {args.temperature:g} "
+            f"--accept {args.accept} drafts; leave it out"
+        )
+    return chain
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -15,6 +15,9 @@ from decode import noise
 from decode.sampling import Sampler, Sampling
 from decode.target import Target
 
+ULPS = 4
+"""bf16 units of rounding that half precision is allowed."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -88,4 +91,4 @@ def tolerance(dtype: torch.dtype, logit: float) -> float:
     """Return the largest gap that rounding explains, where the largest logit has the size `logit`."""
     if dtype == torch.float64:
         return 0.0
-    return 1e-4 if dtype == torch.float32 else 4 * 2.0**-8 * logit
+    return 1e-4 if dtype == torch.float32 else ULPS * 2.0**-8 * logit

@@ -137,13 +137,9 @@ def _rows(
 
 
 def _rule(accept: str | AcceptRule, rows: Sequence[Row]) -> AcceptRule:
-    if (
-        (isinstance(accept, str) and accept not in RULES)
-        or isinstance(accept, type)
-        or not (isinstance(accept, str) or callable(accept))
-    ):
+    rule = RULES.get(accept) if isinstance(accept, str) else accept
+    if rule is None or isinstance(rule, type) or not callable(rule):
         raise ValueError(f"accept must be one of {sorted(RULES)} or a rule, got {accept!r}")
-    rule = RULES[accept] if isinstance(accept, str) else accept
     if rows[0].sampler.sampling.processors and not rule.in_order:
         raise ValueError(
             f"{type(rule).__name__} asks logits processors about drafts that it then drops, which would spoil one with "

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.compare import tolerance
+from decode.compare import ULPS, tolerance
 from decode.sampling import Sampler, Sampling
 from decode.target import Target
 
@@ -39,8 +39,6 @@ POWER = 0.999
 """Probability with which an error of the stated size shows."""
 LEAST_EXPECTED = 5.0
 ENOUGH_CELLS = 8
-ULPS = 4
-"""Units of rounding in `decode.compare`'s tolerance."""
 
 Cell = tuple[int, ...]
 

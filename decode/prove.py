@@ -81,12 +81,6 @@ def find_drafts(
     return drafts | {"proposer": PromptLookup(length=lookup)}, f"prompt lookup of up to {lookup} tokens"
 
 
-def report(facts: dict[str, str], checks: Sequence[Check], alpha: float) -> list[str]:
-    """Return the report's lines."""
-    lines = [line for check in checks for line in check_lines(check)]
-    return [*head_lines(facts), *lines, *_verdict(checks, alpha)]
-
-
 def head_lines(facts: dict[str, str]) -> list[str]:
     """Return what is proved on what."""
     return [*(f"{name:8} {fact}" for name, fact in facts.items()), ""]
@@ -107,7 +101,8 @@ def check_lines(check: Check) -> list[str]:
     return lines + [f"{'':22}warning: {warning}" for warning in check.warnings]
 
 
-def _verdict(checks: Sequence[Check], alpha: float) -> list[str]:
+def verdict_lines(checks: Sequence[Check], alpha: float) -> list[str]:
+    """Return what all checks together say."""
     failed = list(dict.fromkeys(check.name for check in checks if check.passed is False))
     passed = list(dict.fromkeys(check.name for check in checks if check.passed))
     line = f"PASS: {', '.join(passed)}. No sign that drafting changes what this model says."
@@ -222,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         print("stopped: what is not above was not checked", file=sys.stderr)
         return 130
     passed = all(check.passed is not False for check in checks)
-    print(*_verdict(checks, settings.alpha), sep="\n")
+    print(*verdict_lines(checks, settings.alpha), sep="\n")
     if args.out is not None:
         command = " ".join(["python -m decode.prove", *(argv or sys.argv[1:])])
         written: dict[str, Any] = {"command": command, "machine": place, **facts, "settings": asdict(settings)}

@@ -25,9 +25,10 @@ from heads.base import FeatureBatch, Head, HeadConfig, HeadOutput
 from heads.checkpoint import HeadNotes
 from heads.losses import vocabulary_loss
 from train.command_line import load_config
-from train.config import ConfigError, RunConfig, require
+from train.config import RunConfig, require
 from train.model_folder import save_model
 from train.run import train
+from train.teacher import check_teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +85,7 @@ class DraftModelInTraining(Head):
     def __init__(self, config: DraftModelConfig, target: Target) -> None:
         super().__init__(config, target)
         bias = dict(self.lm_head.named_parameters(recurse=False)).get("bias")
-        if config.kl_weight and (bias is not None or not target.plain_logits):
-            reason = "scales or caps its logits behind the lm_head" if bias is None else "has an lm_head with a bias"
-            raise ConfigError(
-                f"{target.name} {reason}, so its distribution cannot be taught from its states; set "
-                "--head.kl_weight=0 --head.ce_weight=1"
-            )
+        check_teacher(target, config.kl_weight, bias=bias is not None)
         model = _untrained(config, target)
         model.to(target.device)  # type: ignore[arg-type]
         # not packed: packed copies would not follow the training

@@ -18,18 +18,15 @@ from data.vocabulary import draft_vocabulary
 from decode import Target, UnsupportedTargetError
 from heads.medusa import MedusaConfig, MedusaHead
 from train.command_line import load_config
-from train.config import ConfigError, RunConfig
+from train.config import RunConfig
 from train.run import train
+from train.teacher import check_teacher
 
 
 def build_head(config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]) -> MedusaHead:
     """Return untrained Medusa heads, with the draft vocabulary that the data use most."""
     head_config = MedusaConfig(**config.head, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
-    if head_config.kl_weight and not target.plain_logits:
-        raise ConfigError(
-            f"{target.name} scales or caps its logits behind the lm_head, so its distribution cannot be taught from "
-            "its states; set --head.kl_weight=0 --head.ce_weight=1"
-        )
+    check_teacher(target, head_config.kl_weight, bias=False)  # which the head itself refuses
     head = MedusaHead(head_config, target)
     if head_config.draft_vocab_size is not None:
         token_ids, coverage = draft_vocabulary(samples, target.vocab_size, head_config.draft_vocab_size)

@@ -33,6 +33,17 @@ class ParityBan(LogitsProcessor):
         return scores
 
 
+class Forced(LogitsProcessor):
+    """Makes the target say `tokens` after a prompt."""
+
+    def __init__(self, tokens: list[int], prompt: list[int]) -> None:
+        self.tokens, self.start = tokens, len(prompt)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = min(input_ids.shape[1] - self.start, len(self.tokens) - 1)
+        return scores.index_fill(1, torch.tensor([self.tokens[place]]), 1e9)
+
+
 SAMPLINGS = {
     "greedy": Sampling(),
     "sampled": Sampling(temperature=0.8, top_p=0.95),
@@ -177,6 +188,7 @@ def oracles() -> SimpleNamespace:
     """The functions above, for test files (test folders are no packages)."""
     return SimpleNamespace(
         slow_decode=slow_decode,
+        Forced=Forced,
         Scripted=Scripted,
         self_draft=self_draft,
         anti_draft=anti_draft,

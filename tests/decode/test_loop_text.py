@@ -11,17 +11,6 @@ PROMPT = [44, 45]
 DEPTH = 4
 
 
-class Forced(LogitsProcessor):
-    """Makes the target say `tokens` after a prompt."""
-
-    def __init__(self, tokens: list[int], prompt: list[int]) -> None:
-        self.tokens, self.start = tokens, len(prompt)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        place = min(input_ids.shape[1] - self.start, len(self.tokens) - 1)
-        return scores.index_fill(1, torch.tensor([self.tokens[place]]), 1e9)
-
-
 @pytest.fixture(scope="module")
 def tokens(tiny_tokenizer) -> list[int]:
     ids = tiny_tokenizer(TEXT)["input_ids"]
@@ -37,7 +26,7 @@ def options(request, oracles, tokens):
         "self": {"proposer": oracles.self_draft([PROMPT + tokens], DEPTH)},
         "anti": {"proposer": oracles.anti_draft([PROMPT + tokens], DEPTH)},
     }
-    sampling = Sampling(processors=[Forced(tokens, PROMPT)])
+    sampling = Sampling(processors=[oracles.Forced(tokens, PROMPT)])
     return {**proposers[request.param], "sampling": sampling, "max_new_tokens": len(tokens), "eos_ids": ()}
 
 
@@ -107,7 +96,7 @@ def test_a_stop_string_and_the_limit_on_one_token_is_a_stop(tiny_target, tiny_to
 def test_an_end_token_before_the_stop_string_wins(tiny_target, oracles, tokens):
     ended = [*tokens[:3], 1, *tokens[3:]]
     proposer = oracles.self_draft([PROMPT + ended], DEPTH)
-    sampling = Sampling(processors=[Forced(ended, PROMPT)])
+    sampling = Sampling(processors=[oracles.Forced(ended, PROMPT)])
     options = {"proposer": proposer, "sampling": sampling, "max_new_tokens": 60, "stop": ["mat"]}
     result = generate(tiny_target, PROMPT, **options)
     assert (result.token_ids, result.finish_reason) == (ended[:4], "eos")
@@ -137,9 +126,9 @@ def test_rows_stop_apart(tiny_target, oracles, tokens, tiny_tokenizer):
         assert texts == [result.text for result in results]
 
 
-def test_a_bare_stop_string_is_not_taken_letter_by_letter(tiny_target, tokens):
+def test_a_bare_stop_string_is_not_taken_letter_by_letter(tiny_target, oracles, tokens):
     """`stop="mat"` is easily written; "m", "a" and "t" must not each end the text."""
-    sampling = Sampling(processors=[Forced(tokens, PROMPT)])
+    sampling = Sampling(processors=[oracles.Forced(tokens, PROMPT)])
     try:
         result = generate(tiny_target, PROMPT, sampling=sampling, max_new_tokens=len(tokens), eos_ids=(), stop="mat")
     except (ValueError, TypeError):

@@ -8,7 +8,7 @@ import torch
 from decode import Chain, DraftModel, PromptLookup, Sampling, StaticTree, Target, generate
 from decode.draft_model import DraftModelDrafter
 from decode.proofs import Check, Settings, prove, prove_law, prove_seeds, prove_state, prove_texts
-from decode.prove import report
+from decode.prove import check_lines, verdict_lines
 from decode.sampling import Sampler
 from decode.session import Session
 from heads.cache import TreeCache
@@ -197,7 +197,7 @@ def test_a_near_tie_is_shown_and_counted_and_not_failed(make_tiny_llama, prompts
     assert [line.split(":")[0] for line in check.details] == ["prompt 0 alone", "prompt 0 in the batch"]
     assert f"{first} or {second}" in check.details[0]
     assert "near tie" in check.details[0]
-    assert "0 of 2 texts identical, 2 near ties" in report({}, [check], 1e-6)[1]
+    assert "0 of 2 texts identical, 2 near ties" in check_lines(check)[0]
     bump = 50.0
     assert not prove_texts("greedy text", target, prompts[:1], drafts, Sampling(), QUICK).passed
 
@@ -207,7 +207,7 @@ def test_drafts_that_are_never_accepted_are_warned_of(tiny_target, prompts, caps
     checks = list(prove(tiny_target, prompts[:2], {"proposer": never}, Settings(max_new_tokens=4, samples=50)))
     assert outcomes(checks) == [True, True, True, True]
     assert all("no draft was accepted" in check.warnings[-1] for check in checks)
-    lines = report({"drafts": "none"}, checks, 1e-6)
+    lines = [*(line for check in checks for line in check_lines(check)), *verdict_lines(checks, 1e-6)]
     assert sum("warning: no draft was accepted" in line for line in lines) == 4
     assert "Mind the warnings" in lines[-2]
 

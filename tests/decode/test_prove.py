@@ -8,7 +8,7 @@ import torch
 
 from decode import Chain, StaticTree, Target
 from decode.proofs import Check
-from decode.prove import find_drafts, main, report
+from decode.prove import check_lines, find_drafts, main, verdict_lines
 from decode.sampling import Sampler
 from heads import HeadNotes, save_head
 
@@ -105,12 +105,13 @@ def test_several_temperatures_and_a_penalty_are_checks_of_their_own(saved, capsy
 
 def test_the_report_shows_ten_lines_of_detail_and_what_failed():
     check = Check("greedy text", False, "0 of 24 texts identical", {}, [f"prompt {i} alone" for i in range(24)])
-    lines = report({"target": "tiny"}, [check, Check("law", None, "not tested")], 1e-3)
+    checks = [check, Check("law", None, "not tested")]
+    lines = [*check_lines(check), *verdict_lines(checks, 1e-3)]
     assert sum("alone" in line for line in lines) == 10
     assert any("and 14 more" in line for line in lines)
     assert lines[-2].startswith("FAIL: greedy text.")
     assert lines[-1] == "The law of sampled texts was not tested."
-    assert "probability 0.001" in report({"target": "tiny"}, [check], 1e-3)[-1]
+    assert "probability 0.001" in verdict_lines([check], 1e-3)[-1]
 
 
 @pytest.mark.parametrize(

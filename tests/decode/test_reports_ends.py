@@ -3,8 +3,6 @@
 import copy
 
 import pytest
-import torch
-from transformers import LogitsProcessor
 
 from decode import PromptLookup, Sampling, Target, generate, stream
 
@@ -14,17 +12,6 @@ V = 320
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class Says(LogitsProcessor):
-    """Makes the target say `tokens` after a prompt."""
-
-    def __init__(self, tokens: list[int], prompt: list[int]) -> None:
-        self.tokens, self.start = tokens, len(prompt)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        place = min(input_ids.shape[1] - self.start, len(self.tokens) - 1)
-        return scores.index_fill(1, torch.tensor([self.tokens[place]]), 1e9)
-
-
 @pytest.fixture(params=["self", "anti"])
 def says(request, oracles, tiny_tokenizer):
     """Text -> its tokens and the arguments with which the target says it; drafts are all right or all wrong."""
@@ -32,7 +19,7 @@ def says(request, oracles, tiny_tokenizer):
     def arguments(text: str, depth: int = DEPTH) -> tuple[list[int], dict]:
         tokens = tiny_tokenizer(text)["input_ids"]
         draft = {"self": oracles.self_draft, "anti": oracles.anti_draft}[request.param]
-        sampling = Sampling(processors=[Says(tokens, PROMPT)])
+        sampling = Sampling(processors=[oracles.Forced(tokens, PROMPT)])
         options = {"sampling": sampling, "max_new_tokens": len(tokens), "eos_ids": ()}
         return tokens, {"proposer": draft([PROMPT + tokens], depth), **options}
 
@@ -102,7 +89,7 @@ def test_an_end_token_in_a_looked_up_continuation_is_the_last(tiny_target, oracl
     answer = [60, 61, 62, 1, 63, 64, 65]
     prompt = [50, *answer, 50, 51]
     for said, taken in ((answer, 4), ([60, 61, 62, 70, 63, 64, 65], 7)):
-        sampling = Sampling(processors=[Says(said, prompt)])
+        sampling = Sampling(processors=[oracles.Forced(said, prompt)])
         for length in range(1, 7):
             lookup = PromptLookup(length=length)
             result = generate(tiny_target, prompt, proposer=lookup, sampling=sampling, max_new_tokens=7)

@@ -4,8 +4,6 @@ import itertools
 import json
 
 import pytest
-import torch
-from transformers import LogitsProcessor
 
 from decode import PromptLookup, Sampling, Target, generate, stream
 
@@ -13,17 +11,6 @@ DEPTH = 3
 PROMPT = [40, 41, 42]
 LONGEST, SHORT = 401, 61
 V = 320
-
-
-class Says(LogitsProcessor):
-    """Makes the target say `tokens` after a prompt."""
-
-    def __init__(self, tokens: list[int], prompt: list[int]) -> None:
-        self.tokens, self.start = tokens, len(prompt)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        place = min(input_ids.shape[1] - self.start, len(self.tokens) - 1)
-        return scores.index_fill(1, torch.tensor([self.tokens[place]]), 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +75,7 @@ def test_however_many_drafts_are_accepted_the_text_is_the_same(long_target, orac
 def test_no_draft_is_committed_unverified(tiny_target, oracles):
     """What always followed in the prompt never follows in the answer: all drafts are wrong."""
     prompt, answer = [50, 9, 50, 9, 50, 9], [50, 60, 50, 61, 50, 62, 50, 63, 50, 64]
-    options = {"sampling": Sampling(processors=[Says(answer, prompt)]), "max_new_tokens": 10, "eos_ids": ()}
+    options = {"sampling": Sampling(processors=[oracles.Forced(answer, prompt)]), "max_new_tokens": 10, "eos_ids": ()}
     for proposer in (PromptLookup(length=4, max_ngram=1), oracles.Scripted(lambda text: [9, 9, 9])):
         result = generate(tiny_target, prompt, proposer=proposer, **options)
         assert result.token_ids == answer
@@ -96,14 +83,18 @@ def test_no_draft_is_committed_unverified(tiny_target, oracles):
         assert not any(result.stats.accepted)
 
 
-def test_a_call_whose_keys_stand_in_the_prompt_stays_valid_json(tiny_target, tiny_tokenizer):
+def test_a_call_whose_keys_stand_in_the_prompt_stays_valid_json(tiny_target, tiny_tokenizer, oracles):
     """Lookups find the prompt's keys with the prompt's values behind them."""
     call = {"name": "search", "arguments": {"query": "two cats", "limit": 12, "name": "one"}}
     examples = [{**call, "name": "fetch"}, {"name": "search", "arguments": {"limit": 9, "query": "mats"}}]
     prompt = tiny_tokenizer(json.dumps(examples))["input_ids"]
     answer = tiny_tokenizer(json.dumps(call))["input_ids"]
     assert len(prompt) + len(answer) < 256
-    options = {"sampling": Sampling(processors=[Says(answer, prompt)]), "max_new_tokens": len(answer), "eos_ids": ()}
+    options = {
+        "sampling": Sampling(processors=[oracles.Forced(answer, prompt)]),
+        "max_new_tokens": len(answer),
+        "eos_ids": (),
+    }
     for length in (1, 4, 9):
         lookup = PromptLookup(length=length)
         result = generate(tiny_target, prompt, proposer=lookup, **options)
@@ -127,7 +118,7 @@ def test_special_tokens_inside_blocks_end_and_hide_nothing(tiny_target, tiny_tok
         "lookup": PromptLookup(length=5),
         "plain": None,
     }[draft]
-    options = {"sampling": Sampling(processors=[Says(answer, prompt)]), "max_new_tokens": len(answer)}
+    options = {"sampling": Sampling(processors=[oracles.Forced(answer, prompt)]), "max_new_tokens": len(answer)}
     result = generate(tiny_target, prompt, proposer=proposer, eos_ids=(), **options)
     assert (result.token_ids, result.finish_reason) == (answer, "length")
     assert result.text == "the cat sat\non"

@@ -1,7 +1,7 @@
 import copy
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -83,6 +83,14 @@ def test_warmup_rises_to_the_peak_and_cosine_falls_to_zero():
     assert {constant(step) for step in range(10, 100)} == {1.0}
 
 
+@pytest.fixture
+def python_interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where a shell started the tests in the background and has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_sets_the_request_and_is_given_back_at_the_end(number: signal.Signals):
     before = signal.getsignal(number)
@@ -95,7 +103,7 @@ def test_a_signal_sets_the_request_and_is_given_back_at_the_end(number: signal.S
     assert signal.getsignal(number) is before
 
 
-def test_a_later_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_later_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch, python_interrupts: None):
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         later = time.monotonic() + 10
