@@ -39,7 +39,7 @@ quickstart: $(INSTALLED) $(MODEL)/config.json
 
 test: $(INSTALLED) $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "not slow and not long and not gpu and not engine"
-	$(VENV)/bin/pytest -q -m "slow and not long and not gpu and not engine"
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "slow and not long and not gpu and not engine"
 
 test-long: $(INSTALLED) $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "long and not slow and not gpu and not engine"

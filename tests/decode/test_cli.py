@@ -115,8 +115,7 @@ def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
         (["TARGET", "x", "--draft-model", "TARGET", "--draft-temperature", "-1"], "temperature must be at least 0"),
         (["TARGET", "x", "--draft-model", "TARGET", "--draft-temperature", "0.5"], "no effect on the best tokens"),
         (
-            ["TARGET", "x", "--draft-model", "TARGET", "--draft-temperature", "0.5", "--temperature", "1"]
-            + ["--accept", "typical"],
+            ["TARGET", "x", "--draft-model", "TARGET", "--draft-temperature=1", "--temperature=1", "--accept=typical"],
             "leave it out",
         ),
         (["TARGET", "x", "--presence-penalty", "inf"], "presence_penalty must be a finite number"),
