@@ -1,6 +1,6 @@
 # make quickstart   install, get SmolLM2, distil, train Medusa heads, decode with and without them (CPU, about 10 minutes)
-# make test         install and run the tests
-# make test-long    the wide versions of the exactness suites
+# make test         install and run the tests (4 minutes on 2 idle cores after the install)
+# make test-long    the wide versions of the exactness suites (5 more, and the real model)
 # make lint         ruff and mypy
 #
 # All use the active virtual environment; if none is active they make .venv and use that.
