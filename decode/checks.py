@@ -28,6 +28,7 @@ def check_state(
     rows: Sequence[Sampler],
     hidden: Tensor,
     lengths: Sequence[int],
+    features: Tensor | None = None,
 ) -> None:
     """Compare a session with a fresh prefill and a drafter with a fresh one, then overwrite what was dropped.
 
@@ -38,6 +39,7 @@ def check_state(
         rows: The texts.
         hidden: [B, L, D] the states that the step gave the proposer: each row's last tokens but its root.
         lengths: Number of states in each row.
+        features: [B, L, F] the features that came with them, if the session records any.
 
     Raises:
         StateError: If they differ by more than rounding; it names the row and the place.
@@ -46,17 +48,20 @@ def check_state(
     sizes = [len(text) for text in texts]
     if session.lengths != sizes:
         raise StateError(f"the cache holds {session.lengths} tokens, but the texts without their roots have {sizes}")
-    fresh = target.session(len(texts), max(sizes))
-    expected_hidden = fresh.prefill(texts).hidden
+    fresh = target.session(len(texts), max(sizes), session.feature_layers)
+    expected = fresh.prefill(texts)
     for row, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
         pairs = zip(session.cache.contents(row), fresh.cache.contents(row), strict=True)
-        for layer, (held, expected) in enumerate(pairs):
-            for name, a, b in (("keys", held[0], expected[0]), ("values", held[1], expected[1])):
+        for layer, (held, right) in enumerate(pairs):
+            for name, a, b in (("keys", held[0], right[0]), ("values", held[1], right[1])):
                 assert_close(a, b, f"row {row}, layer {layer}: cached {name} against a fresh prefill")
-        states = expected_hidden[row, size - length : size]
-        assert_close(hidden[row, :length], states, f"row {row}: states against a fresh prefill's")
+        new = slice(size - length, size)
+        assert_close(hidden[row, :length], expected.hidden[row, new], f"row {row}: states against a fresh prefill's")
+        if features is not None and expected.features is not None:
+            what = f"row {row}: features against a fresh prefill's"
+            assert_close(features[row, :length], expected.features[row, new], what)
     if proposing is not None:
-        proposing.check(rows, expected_hidden)
+        proposing.check(rows, expected.hidden, expected.features)
     session.cache.poison()
 
 

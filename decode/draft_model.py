@@ -43,6 +43,11 @@ class DraftModel:
                 f"the draft model is on {model.device}, but the target on {target.device}; put both on one device"
             )
 
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        """None: a draft model reads the text only."""
+        return ()
+
     @classmethod
     def from_pretrained(cls, name: str | Path, target: Target, *, dtype: str | torch.dtype | None = None) -> DraftModel:
         """Load a draft model for `target` from a folder or the hub, to the target's device.
@@ -99,7 +104,7 @@ class DraftModelDrafter:
         self._depths = torch.empty(rows, 0, dtype=torch.int64, device=device)
         self._ancestors = torch.empty(rows, 0, 0, dtype=torch.bool, device=device)
 
-    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Absorb newly committed tokens, the root included; see `heads.Drafter.sync`. States are not used."""
         texts = [ids[: length + 1] for ids, length in zip(self._known(token_ids).tolist(), lengths, strict=True)]
         if self._session is None:

@@ -66,7 +66,7 @@ class Decoding:
         self._rule = rule
         largest_tree = 1 if proposer is None else proposer.max_nodes
         capacity = max(len(row.prompt_ids) + row.stopper.limit for row in rows) + largest_tree
-        self._session = target.session(len(rows), capacity)
+        self._session = target.session(len(rows), capacity, () if proposer is None else proposer.feature_layers)
         self._proposing: Proposing | None = (
             None if proposer is None else proposer.begin(len(rows), shared_noise=rule.shares_noise)
         )
@@ -130,7 +130,8 @@ class Decoding:
         logits = out.logits[row, index] if self._rows[0].logprobs is not None else out.logits[:, :0]
         tokens = [tree.token_ids.tolist() for tree in trees]
         on_path = [[tokens[b][node] for node in verdict.path] for b, verdict in enumerate(verdicts)]
-        return on_path, TargetOutput(logits, out.hidden[row, index]), lengths
+        features = None if out.features is None else out.features[row, index]
+        return on_path, TargetOutput(logits, out.hidden[row, index], features), lengths
 
     def _emit(
         self,
@@ -152,11 +153,15 @@ class Decoding:
             if row.logprobs is not None:
                 row.logprobs += _logprobs(logits, taken)
             deltas.append(self._delta(row, taken))
-        self._sync(verdicts, committed, states.hidden, lengths)
+        self._sync(verdicts, committed, states, lengths)
         return deltas
 
     def _sync(
-        self, verdicts: Sequence[Verdict], committed: Sequence[Sequence[int]], hidden: Tensor, lengths: Sequence[int]
+        self,
+        verdicts: Sequence[Verdict],
+        committed: Sequence[Sequence[int]],
+        states: TargetOutput,
+        lengths: Sequence[int],
     ) -> None:
         """Tell the proposer what was committed, forget rows that have ended, and check what is left if asked to."""
         running = [b for b, row in enumerate(self._rows) if row.stopper.reason is None]
@@ -166,7 +171,8 @@ class Decoding:
                     torch.tensor([*ids, verdict.next_token], device=self._target.device)
                     for ids, verdict in zip(committed, verdicts, strict=True)
                 ]
-                self._proposing.sync(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), hidden, lengths)
+                token_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+                self._proposing.sync(token_ids, states.hidden, lengths, states.features)
         if running and len(running) < len(self._rows):
             self._session.keep(running)
             if self._proposing is not None:
@@ -175,7 +181,9 @@ class Decoding:
         if self._check and running:
             samplers = [row.sampler for row in self._rows]
             sizes = [lengths[b] for b in running]
-            check_state(self._target, self._session, self._proposing, samplers, hidden[running], sizes)
+            features = None if states.features is None else states.features[running]
+            hidden = states.hidden[running]
+            check_state(self._target, self._session, self._proposing, samplers, hidden, sizes, features)
 
     def _delta(self, row: Row, taken: list[int]) -> Delta:
         reason = row.stopper.reason

@@ -22,7 +22,7 @@ from heads import Drafter
 class Proposing(Protocol):
     """A proposer's state in one session."""
 
-    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> None:
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> None:
         """Absorb newly committed tokens; arguments as in `heads.Drafter.sync` (one more token than states)."""
         ...
 
@@ -39,12 +39,13 @@ class Proposing(Protocol):
         """Keep these rows, in this order."""
         ...
 
-    def check(self, rows: Sequence[Sampler], hidden: Tensor) -> None:
+    def check(self, rows: Sequence[Sampler], hidden: Tensor, features: Tensor | None = None) -> None:
         """Compare the state with that of a fresh start on the rows' texts; for `decode.checks`.
 
         Args:
             rows: Settings, noise and text of each row.
             hidden: [B, L, D] the target's states at each text's tokens but the root.
+            features: [B, L, F] outputs of `feature_layers` there.
 
         Raises:
             StateError: If it differs.
@@ -58,6 +59,11 @@ class Proposer(Protocol):
     @property
     def max_nodes(self) -> int:
         """Largest tree it proposes, root included."""
+        ...
+
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        """Decoder layers of the target whose outputs `Proposing.sync` wants; see `heads.Head.feature_layers`."""
         ...
 
     def begin(self, rows: int, *, shared_noise: bool) -> Proposing:
@@ -76,6 +82,11 @@ class Drafts(Protocol):
     @property
     def tree(self) -> Sequence[Sequence[int]] | None:
         """Tree to use by default, as paths of child ranks."""
+        ...
+
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        """Decoder layers whose outputs it reads; see `heads.Head.feature_layers`."""
         ...
 
     def drafter(self) -> Drafter:
@@ -111,6 +122,11 @@ class Drafting:
         """Largest tree, root included."""
         return self.grow.size
 
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        """Those of the head."""
+        return self.head.feature_layers
+
     def begin(self, rows: int, *, shared_noise: bool) -> _DraftingState:
         """Open a session; see `Proposer.begin`."""
         return _DraftingState(self.head, self.grow, shared_noise)
@@ -124,8 +140,8 @@ class _DraftingState:
         self._shared_noise = shared_noise
         self._logits = torch.empty(0)
 
-    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> None:
-        self._logits = self._drafter.sync(token_ids, hidden, lengths)
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> None:
+        self._logits = self._drafter.sync(token_ids, hidden, lengths, features)
 
     def propose(self, roots: Tensor, rows: Sequence[Sampler]) -> list[TokenTree]:
         return self._grow(self._drafter, self._logits, roots, rows, shared_noise=self._shared_noise)
@@ -134,10 +150,10 @@ class _DraftingState:
         self._drafter.keep(rows)
         self._logits = self._logits[list(rows)]
 
-    def check(self, rows: Sequence[Sampler], hidden: Tensor) -> None:
+    def check(self, rows: Sequence[Sampler], hidden: Tensor, features: Tensor | None = None) -> None:
         texts = [torch.tensor(row.context, device=hidden.device) for row in rows]
         token_ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        fresh = self._head.drafter().sync(token_ids, hidden, [len(text) - 1 for text in texts])
+        fresh = self._head.drafter().sync(token_ids, hidden, [len(text) - 1 for text in texts], features)
         for row, (held, expected) in enumerate(zip(self._logits, fresh, strict=True)):
             what = f"row {row}: the drafter's logits after the root against a fresh drafter's"
             if held.dtype == torch.float64:  # lent by a float64 target to a head that may compute in less
@@ -168,6 +184,11 @@ class PromptLookup:
         """Root and `length` tokens."""
         return self.length + 1
 
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        """None: it reads the text only."""
+        return ()
+
     def begin(self, rows: int, *, shared_noise: bool) -> _LookupState:
         """Open a session; see `Proposer.begin`."""
         return _LookupState(self, rows)
@@ -181,7 +202,7 @@ class _LookupState:
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
         self._indexed = [0] * rows
 
-    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> None:
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to do: the rows' own text is indexed when a tree is proposed."""
 
     def propose(self, roots: Tensor, rows: Sequence[Sampler]) -> list[TokenTree]:
@@ -209,7 +230,7 @@ class _LookupState:
         self._ends = [self._ends[row] for row in rows]
         self._indexed = [self._indexed[row] for row in rows]
 
-    def check(self, rows: Sequence[Sampler], hidden: Tensor) -> None:
+    def check(self, rows: Sequence[Sampler], hidden: Tensor, features: Tensor | None = None) -> None:
         fresh = _LookupState(self._settings, len(rows))
         for b, row in enumerate(rows):
             held, expected = self._continuation(b, row.context), fresh._continuation(b, row.context)

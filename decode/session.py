@@ -25,13 +25,16 @@ class TargetOutput:
     """[B, N, V] after each node, in the model's precision; after a prefill [B, 1, V], each row's last token."""
     hidden: Tensor
     """[B, N, D] input of the lm_head at each token."""
+    features: Tensor | None = None
+    """[B, N, F] outputs of the session's feature layers at each token, side by side; None if it has none."""
 
 
 class Session:
     """B sequences being decoded on one target. Not safe to share."""
 
-    def __init__(self, target: Target, rows: int, capacity: int) -> None:
+    def __init__(self, target: Target, rows: int, capacity: int, feature_layers: Sequence[int] = ()) -> None:
         self._target = target
+        self.feature_layers = feature_layers
         self.cache = TreeCache(rows, capacity)
 
     @property
@@ -48,12 +51,13 @@ class Session:
             chunk_size: Tokens in one pass; no [T, T] mask of a long prompt is made.
 
         Returns:
-            Logits [B, 1, V] and states [B, L, D], padded on the right.
+            Logits [B, 1, V], states [B, L, D] and features [B, L, F], padded on the right.
         """
         device = self._target.device
         longest = max(map(len, prompts))
         ids = torch.tensor([[*prompt, *[prompt[-1]] * (longest - len(prompt))] for prompt in prompts], device=device)
         hidden: list[Tensor] = []
+        features: list[Tensor] = []
         logits: list[Tensor | None] = [None] * len(prompts)
         for start in range(0, longest, chunk_size):
             chunk = ids[:, start : start + chunk_size]
@@ -62,14 +66,16 @@ class Session:
             # rows that have ended run along: their tokens land behind their own length and are never read
             visible = prefill_visible(start, size, device).expand(len(prompts), -1, -1)
             last = [min(max(len(prompt) - 1 - start, 0), size - 1) for prompt in prompts]
-            out = self._target.forward(chunk, positions, visible, self.cache, last)
+            out = self._target.forward(chunk, positions, visible, self.cache, last, self.feature_layers)
             self.cache.commit([range(size)] * len(prompts))
             hidden.append(out.hidden)
+            features += [] if out.features is None else [out.features]
             for row, prompt in enumerate(prompts):
                 if start < len(prompt) <= start + size:
                     logits[row] = out.logits[row]
         self.cache.lengths = [len(prompt) for prompt in prompts]
-        return TargetOutput(torch.stack([row for row in logits if row is not None]), torch.cat(hidden, dim=1))
+        ends = torch.stack([row for row in logits if row is not None])
+        return TargetOutput(ends, torch.cat(hidden, dim=1), torch.cat(features, dim=1) if features else None)
 
     @torch.inference_mode()
     def score(self, trees: Sequence[TokenTree]) -> TargetOutput:
@@ -79,7 +85,7 @@ class Session:
             trees: One tree for each row; node 0 is the row's last committed token.
 
         Returns:
-            Logits [B, N, V] and states [B, N, D]; rows with fewer than N nodes are padded.
+            Logits [B, N, V], states [B, N, D] and features [B, N, F]; rows with fewer than N nodes are padded.
         """
         device = self._target.device
         self.cache.forget_tree()  # one that was scored and not committed
@@ -93,7 +99,7 @@ class Session:
             device=device,
         )
         visible = tree_visible([tree.shape for tree in trees], self.lengths, device)
-        return self._target.forward(ids, positions, visible, self.cache, None)
+        return self._target.forward(ids, positions, visible, self.cache, None, self.feature_layers)
 
     @torch.inference_mode()
     def commit(self, paths: Sequence[Sequence[int]]) -> None:

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.capture import features, hidden_states, side_by_side
+from decode.loading import check_folder, find_device, find_dtype
 from decode.masks import additive_mask
 from decode.packing import PackedLinears
 from decode.session import Session, TargetOutput
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Target:
@@ -89,8 +87,8 @@ class Target:
             OSError: If there is no such model.
             UnsupportedTargetError: See `Target`.
         """
-        place, precision = _device(device), _dtype(dtype)
-        _check_folder(name)
+        place, precision = find_device(device), find_dtype(dtype)
+        check_folder(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, attn_implementation=attn)
         return cls(model.to(place), tokenizer, name=name, pack=pack)  # type: ignore[arg-type]
@@ -126,6 +124,11 @@ class Target:
         return int(self.lm_head.get_parameter("weight").shape[1])
 
     @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self._config.num_hidden_layers)
+
+    @property
     def max_length(self) -> int:
         """Longest text, prompt included, that the model was made for."""
         return int(self._config.max_position_embeddings)
@@ -157,27 +160,68 @@ class Target:
             digest.update(name.encode() + sample.view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def session(self, rows: int, capacity: int) -> Session:
-        """Open a session of `rows` sequences of at most `capacity` tokens each, their largest trees included."""
-        return Session(self, rows, capacity)
+    def session(self, rows: int, capacity: int, feature_layers: Sequence[int] = ()) -> Session:
+        """Open a session of `rows` sequences of at most `capacity` tokens each, their largest trees included.
+
+        Args:
+            rows: B.
+            capacity: Tokens of the longest row.
+            feature_layers: Decoder layers whose outputs are recorded; see `heads.Head.feature_layers`.
+
+        Raises:
+            ValueError: If there is no such layer.
+        """
+        self.check_layers(feature_layers)
+        return Session(self, rows, capacity, feature_layers)
+
+    def encode(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the states at every token, [B, T, D]; see `encode_features`."""
+        return self.encode_features(token_ids, lengths, ())[0]
 
     @torch.no_grad()  # not inference mode: autograd saves these states for the heads' backward pass
-    def encode(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return the states at every token, for training: one causal pass without a cache.
+    def encode_features(
+        self, token_ids: Tensor, lengths: Sequence[int], feature_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return states and features at every token, for training: one causal pass without a cache.
 
         Args:
             token_ids: [B, T], padded on the right; padding cannot reach the tokens before it.
             lengths: Tokens in each row.
+            feature_layers: Decoder layers whose outputs are wanted; see `heads.Head.feature_layers`.
 
         Returns:
-            [B, T, D].
+            States [B, T, D] and features [B, T, F], None for no layers.
+
+        Raises:
+            ValueError: If there is no such layer.
         """
-        with self._capture_hidden([length - 1 for length in lengths]) as captured:
+        self.check_layers(feature_layers)
+        last = [length - 1 for length in lengths]
+        with hidden_states(self.lm_head, last) as hidden, features(self.model, feature_layers) as layers:
             self.model(input_ids=token_ids.to(self.device), use_cache=False)
-        return captured[0]
+        return hidden[0], side_by_side(layers)
+
+    def check_layers(self, feature_layers: Sequence[int]) -> None:
+        """Refuse numbers of decoder layers that there are not.
+
+        Raises:
+            ValueError: If they are not ascending or not between 1 and the number of layers.
+        """
+        layers = list(feature_layers)
+        if layers != sorted(set(layers)) or (layers and not 1 <= layers[0] <= layers[-1] <= self.num_layers):
+            raise ValueError(
+                f"feature layers must be ascending numbers from 1 to {self.num_layers} (the decoder layers of "
+                f"{self.name}), got {layers}"
+            )
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache, last: list[int] | None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        cache: TreeCache,
+        last: list[int] | None,
+        feature_layers: Sequence[int] = (),
     ) -> TargetOutput:
         """Run the model over new nodes of each row's tree.
 
@@ -187,14 +231,15 @@ class Target:
             visible: [B, N, slots] what each new node may attend to; see `decode.masks`.
             cache: Where their K/V go, behind those of the tree's earlier nodes.
             last: If given, logits are computed for row b's new node `last[b]` only.
+            feature_layers: Decoder layers whose outputs are recorded.
         """
         new = positions[:, -token_ids.shape[1] :]
         mask: Any = self._mask(visible, new, positions, cache.lengths)
         cache.begin(token_ids.shape[1], self.device)
         options = {self._cache_keyword: _TransformersCache(cache), "use_cache": True}
-        with self._capture_hidden(last) as captured:
+        with hidden_states(self.lm_head, last) as hidden, features(self.model, feature_layers) as layers:
             out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=new, **options)
-        return TargetOutput(out.logits, captured[0])
+        return TargetOutput(out.logits, hidden[0], side_by_side(layers))
 
     def _mask(self, visible: Tensor, new: Tensor, positions: Tensor, lengths: Sequence[int]) -> Any:
         """Return the additive mask, or one for each kind of layer where a model mixes kinds."""
@@ -205,56 +250,6 @@ class Target:
         near = new[:, :, None] - slots[:, None, :] < self.window
         sliding = additive_mask(visible & near, self.dtype)
         return sliding if self._layer_kinds is None else {"full_attention": full, "sliding_attention": sliding}
-
-    @contextmanager
-    def _capture_hidden(self, last: list[int] | None) -> Iterator[list[Tensor]]:
-        """Record the lm_head's input; with `last`, let it compute only row b's position `last[b]`."""
-        captured: list[Tensor] = []
-
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            captured.append(args[0])
-            if last is None:
-                return None
-            return (args[0][torch.arange(len(last)), torch.tensor(last)][:, None], *args[1:])
-
-        handle = self.lm_head.register_forward_pre_hook(hook)
-        try:
-            yield captured
-        finally:
-            handle.remove()
-
-
-def _check_folder(name: str) -> None:
-    """Refuse a local folder that holds no model, with a better reason than transformers' own."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ValueError(f"{name} is not a model folder: it has no config.json")
-    if "model_type" not in config.read_text(encoding="utf-8", errors="replace"):
-        raise ValueError(f"{name} is not a model folder: its config.json has no model_type; a head goes to --head")
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, but this torch sees no GPU; use cpu")
-    return place
-
-
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    known = {"auto": "auto"} | {str(d).removeprefix("torch."): d for d in _DTYPES}
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in known:
-        raise ValueError(f"unknown dtype {dtype!r}; use one of {', '.join(known)}")
-    return known[dtype]
 
 
 class _TransformersCache(Cache):

@@ -5,7 +5,7 @@ holds the words that training (`Head.forward`) and decoding (`Head.drafter`) sha
 
 Shape letters, used in all packages: `B` rows, `T` training time, `L` committed tokens in this call, `N` tree nodes
 (root included), `W` frontier width, `K` depth or number of heads, `D` hidden, `V` target vocabulary, `U` draft
-vocabulary, `H` attention heads, `E` head dim, `S` cache slots.
+vocabulary, `H` attention heads, `E` head dim, `S` cache slots, `F` feature width.
 
 One convention removes most off-by-one errors: **one more token than states**. Wherever tokens and states travel
 together, `hidden[j]` is the target's state *at* `token_ids[j]` (so it predicted `token_ids[j + 1]`), and the last
@@ -44,6 +44,9 @@ class FeatureBatch:
     """[B, T] bool, True on tokens the target itself would have to produce (assistant tokens); False on padding."""
     hidden: Tensor
     """[B, T, D] input of the target's lm_head (after the final norm)."""
+    features: Tensor | None = None
+    """[B, T, F] outputs of the decoder layers that the head asks for (`Head.feature_layers`), side by side; None if it
+    asks for none."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Drafter(Protocol):
         """[U] target id of each logit column, or None where the columns are the target's vocabulary."""
         ...
 
-    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Absorb newly committed tokens and return the logits of the root's children.
 
         Args:
@@ -84,6 +87,7 @@ class Drafter(Protocol):
                 the last is the new root. The first call carries the whole prompt.
             hidden: [B, L, D] the target's states; row b holds `lengths[b]` of them.
             lengths: Number of states in each row, at least 1.
+            features: [B, L, F] outputs of the head's `feature_layers` at the same tokens, where it asks for any.
 
         Returns:
             [B, U] logits.
@@ -147,6 +151,14 @@ class Head(nn.Module, ABC):
         self.config = config
         self.tree: Sequence[Sequence[int]] | None = None  # draft tree recommended by the head's folder
         self._lent = (target.embed, target.lm_head)
+
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        """Decoder layers whose outputs the head reads, ascending; k is the output of the k-th layer, counted from 1.
+
+        That is `output_hidden_states[k]` in transformers, except that the last layer's is taken before the final norm.
+        """
+        return ()
 
     @property
     def embed(self) -> nn.Module:

@@ -202,7 +202,7 @@ class MedusaDrafter:
         """[U] target ids of the logit columns, or None."""
         return self._head.vocabulary
 
-    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Compute all heads at each row's last state; see `Drafter.sync`."""
         if self._weight is None:
             own = self._head.projection

@@ -121,7 +121,7 @@ class StaleDrafter(MedusaDrafter):
 
     previous = None
 
-    def sync(self, token_ids, hidden, lengths):
+    def sync(self, token_ids, hidden, lengths, features=None):
         current = super().sync(token_ids, hidden, lengths), self._logits
         old, self.previous = self.previous or current, current
         self._logits = old[1]
@@ -131,7 +131,7 @@ class StaleDrafter(MedusaDrafter):
 class ShiftedDrafter(MedusaDrafter):
     """Reads the state one token too early."""
 
-    def sync(self, token_ids, hidden, lengths):
+    def sync(self, token_ids, hidden, lengths, features=None):
         padded = torch.cat([hidden[:, :1], hidden], dim=1)
         return super().sync(token_ids, padded, lengths)
 
@@ -139,7 +139,7 @@ class ShiftedDrafter(MedusaDrafter):
 class WrongRankDrafter(MedusaDrafter):
     """Leaves out every head's best guess."""
 
-    def sync(self, token_ids, hidden, lengths):
+    def sync(self, token_ids, hidden, lengths, features=None):
         super().sync(token_ids, hidden, lengths)
         self._logits = self._logits.scatter(-1, self._logits.argmax(-1, keepdim=True), -torch.inf)
         return self._logits[:, 0]

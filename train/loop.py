@@ -117,7 +117,8 @@ def accumulate_gradients(
         batch = source.batch(micro)
         # gradients are exchanged once, with the last micro-batch
         with nullcontext() if start + size == share else accelerator.no_sync(head):
-            output = head(replace(batch, hidden=batch.hidden.to(dtype)))
+            features = None if batch.features is None else batch.features.to(dtype)
+            output = head(replace(batch, hidden=batch.hidden.to(dtype), features=features))
             # DDP averages gradients over the processes; num_processes makes that a sum
             accelerator.backward(output.loss * (accelerator.num_processes / count))
         loss = torch.stack([output.loss.detach(), output.loss.new_tensor(source.num_supervised(micro))])

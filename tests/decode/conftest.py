@@ -86,6 +86,7 @@ class Scripted:
 
     propose: Callable[[list[int]], list[int] | tuple[list[int], tuple[int, ...]]]
     max_nodes: int = 12
+    feature_layers: tuple[int, ...] = ()
 
     def begin(self, rows: int, *, shared_noise: bool) -> "Scripting":
         return Scripting(self)
@@ -98,7 +99,13 @@ class Scripting:
     settings: Scripted
     texts: list[list[int]] = field(default_factory=list)
 
-    def sync(self, token_ids: torch.Tensor, hidden: torch.Tensor, lengths: Sequence[int]) -> None:
+    def sync(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        lengths: Sequence[int],
+        features: torch.Tensor | None = None,
+    ) -> None:
         assert token_ids.shape[1] == hidden.shape[1] + 1
         self.texts = self.texts or [[] for _ in lengths]
         assert len(self.texts) == len(lengths) == len(token_ids) == len(hidden)

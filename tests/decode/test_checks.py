@@ -183,7 +183,7 @@ def test_a_drafter_that_is_one_token_behind_is_named(tiny_target, good_head, dra
     for drafter, options in ((MedusaDrafter, {"head": good_head}), (DraftModelDrafter, {"draft_model": draft})):
         sync, last = drafter.sync, {}
 
-        def late(self, token_ids, hidden, lengths, sync=sync, last=last):
+        def late(self, token_ids, hidden, lengths, features=None, sync=sync, last=last):
             logits = sync(self, token_ids, hidden, lengths)
             before, last[self] = last.get(self, logits), logits
             return before

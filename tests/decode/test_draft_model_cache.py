@@ -215,6 +215,7 @@ class Scheduled:
     drafting: Drafting
     plan: Callable[[int], str]
     max_nodes: int = 12
+    feature_layers: tuple[int, ...] = ()
     seen: list[str] = field(default_factory=list)
 
     def begin(self, rows: int, *, shared_noise: bool) -> "Scheduling":
@@ -229,7 +230,7 @@ class Scheduling:
     lookup: object
     texts: list[list[int]] = field(default_factory=list)
 
-    def sync(self, token_ids, hidden, lengths) -> None:
+    def sync(self, token_ids, hidden, lengths, features=None) -> None:
         self.inner.sync(token_ids, hidden, lengths)
         self.texts = self.texts or [[] for _ in lengths]
         for text, ids, length in zip(self.texts, token_ids.tolist(), lengths, strict=True):
@@ -250,7 +251,7 @@ class Scheduling:
         self.texts = [self.texts[row] for row in rows]
         check_cache(self.inner._drafter, self.texts)
 
-    def check(self, rows, hidden) -> None:
+    def check(self, rows, hidden, features=None) -> None:
         self.inner.check(rows, hidden)
 
 

@@ -60,7 +60,7 @@ class StaleDrafter(MedusaDrafter):
 
     previous = None
 
-    def sync(self, token_ids, hidden, lengths):
+    def sync(self, token_ids, hidden, lengths, features=None):
         current = super().sync(token_ids, hidden, lengths), self._logits
         old, self.previous = self.previous or current, current
         self._logits = old[1]
