@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decode.masks import level_visible
 from decode.session import Session
 from decode.target import Target
 from decode.tree import TokenTree, chain_shape
+from heads.growing import GrowingTree, level_visible
 
 
 class DraftModel:
@@ -100,9 +100,7 @@ class DraftModelDrafter:
     def _start_tree(self, rows: int) -> None:
         device = self._model.device
         self._tokens = torch.empty(rows, 0, dtype=torch.int64, device=device)  # [B, M] nodes below the root
-        self._parents = torch.empty(rows, 0, dtype=torch.int64, device=device)  # [B, M] 0 is the root
-        self._depths = torch.empty(rows, 0, dtype=torch.int64, device=device)
-        self._ancestors = torch.empty(rows, 0, 0, dtype=torch.bool, device=device)
+        self._tree = GrowingTree(rows, device)
 
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Absorb newly committed tokens, the root included; see `heads.Drafter.sync`. States are not used."""
@@ -121,7 +119,7 @@ class DraftModelDrafter:
 
     def _advance(self, session: Session, texts: Sequence[list[int]]) -> Tensor:
         """Commit the texts, of which drafted nodes may hold a beginning, and return the logits after them: [B, V]."""
-        nodes = list(zip(self._tokens.tolist(), self._parents.tolist(), strict=True))
+        nodes = list(zip(self._tokens.tolist(), self._tree.parents.tolist(), strict=True))
         paths = [_held(tokens, parents, text[:-1]) for (tokens, parents), text in zip(nodes, texts, strict=True)]
         session.commit(paths)
         rest = [text[len(path) :] for text, path in zip(texts, paths, strict=True)]
@@ -137,22 +135,13 @@ class DraftModelDrafter:
         """Run the model over one level of nodes; see `heads.Drafter.extend`."""
         assert self._session is not None
         cache = self._session.cache
-        rows, width = token_ids.shape
-        row = torch.arange(rows, device=token_ids.device)[:, None]
-        root = self._depths.new_zeros(rows, 1)
-        depths = torch.cat([root, self._depths], dim=1)[row, parents] + 1
-        above = torch.cat([self._ancestors.new_zeros(rows, 1, self._ancestors.shape[2]), self._ancestors], dim=1)
-        itself = torch.eye(width, dtype=torch.bool, device=token_ids.device).expand(rows, -1, -1)
-        level = torch.cat([above[row, parents], itself], dim=2)  # [B, W, M + W]
-        earlier = torch.nn.functional.pad(self._ancestors, (0, width))
-        self._ancestors = torch.cat([earlier, level], dim=1)
-        self._depths = torch.cat([self._depths, depths], dim=1)
+        width = token_ids.shape[1]
+        level = self._tree.add(parents)  # [B, W, M]
         self._tokens = torch.cat([self._tokens, self._known(token_ids)], dim=1)
-        self._parents = torch.cat([self._parents, parents], dim=1)
         cache.reserve_for(width)
         # behind the context's end lie only nodes that are too deep to be used
         before = torch.tensor(cache.lengths, device=token_ids.device)[:, None] - 1
-        positions = (before + self._depths).clamp(max=self._model.max_length - 1)
+        positions = (before + self._tree.depths).clamp(max=self._model.max_length - 1)
         visible = level_visible(level, cache.lengths)
         logits = self._model.forward(self._tokens[:, -width:], positions, visible, cache, None).logits
         return logits[..., : self._draft.num_drafted]
@@ -161,9 +150,8 @@ class DraftModelDrafter:
         """Keep these rows."""
         assert self._session is not None
         self._session.keep(rows)
-        index = list(rows)
-        self._tokens, self._parents = self._tokens[index], self._parents[index]
-        self._depths, self._ancestors = self._depths[index], self._ancestors[index]
+        self._tokens = self._tokens[list(rows)]
+        self._tree.keep(rows)
 
 
 def _held(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:

@@ -32,21 +32,6 @@ def _padded_ancestors(shape: TreeShape, size: int, device: torch.device) -> Tens
     return mask.to(device)
 
 
-def level_visible(ancestors: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return [B, W, slots] bool for one level of trees that grow behind `lengths` committed tokens.
-
-    Args:
-        ancestors: [B, W, M] bool: which of the tree's M nodes each of the level's W nodes sees, itself included.
-        lengths: Committed tokens of each row.
-    """
-    rows, width, size = ancestors.shape
-    visible = ancestors.new_zeros(rows, width, max(lengths) + size)
-    for row, length in enumerate(lengths):
-        visible[row, :, :length] = True
-        visible[row, :, length : length + size] = ancestors[row]
-    return visible
-
-
 def prefill_visible(start: int, size: int, device: torch.device) -> Tensor:
     """Return [1, size, start + size] bool: causal, for `size` tokens after `start` committed ones."""
     slots = torch.arange(start + size, device=device)

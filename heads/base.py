@@ -18,20 +18,43 @@ import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
+
+
+def from_target() -> Any:
+    """Return a field of a head's config that the trainer copies from the target and no user sets."""
+    return field(metadata={"from_target": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     """Sizes that every head shares with its target; each head's own config adds its fields."""
 
-    hidden_size: int
+    hidden_size: int = from_target()
     """D, of the target."""
-    vocab_size: int
+    vocab_size: int = from_target()
     """V, of the target."""
+    draft_vocab_size: int | None = None
+    """U: the head predicts only this many tokens (see `Head.set_vocabulary`); None for the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        """Reject a draft vocabulary that is none."""
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must be between 1 and the target's {self.vocab_size}, got {self.draft_vocab_size}; "
+                "leave it out to draft from the whole vocabulary"
+            )
+
+    def check_at_least(self, least: int, *names: str) -> None:
+        """Refuse fields that are not integers of at least `least`."""
+        for name in names:
+            value = vars(self)[name]
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -135,6 +158,11 @@ class Lender(Protocol):
         ...
 
 
+Tree = Sequence[Sequence[int]] | Mapping[str, float] | None
+"""Draft tree that a head or its folder recommends: paths of child ranks (`decode.StaticTree`), settings of a
+`decode.DynamicTree`, or None for a chain."""
+
+
 class Head(nn.Module, ABC):
     """Trained weights of one head type. The target's `embed` and `lm_head` are lent, not owned.
 
@@ -146,11 +174,18 @@ class Head(nn.Module, ABC):
     kind: ClassVar[str]
     """Head type: the name of the file in `heads/`, written to checkpoints."""
 
+    depth_only: ClassVar[bool] = False
+    """Whether the logits depend on the depth alone and not on the drafted tokens above."""
+    vocabulary: Tensor | None
+    """[U] target id of each logit column, ascending; None where the columns are the target's vocabulary."""
+
     def __init__(self, config: HeadConfig, target: Lender) -> None:
         super().__init__()
         self.config = config
-        self.tree: Sequence[Sequence[int]] | None = None  # draft tree recommended by the head's folder
+        self.tree: Tree = None
         self._lent = (target.embed, target.lm_head)
+        size = config.draft_vocab_size
+        self.register_buffer("vocabulary", None if size is None else torch.arange(size))
 
     @property
     def feature_layers(self) -> Sequence[int]:
@@ -169,6 +204,36 @@ class Head(nn.Module, ABC):
     def lm_head(self) -> nn.Module:
         """The target's output projection."""
         return self._lent[1]
+
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Choose the draft vocabulary: logit column u stands for the target's token `token_ids[u]`.
+
+        Args:
+            token_ids: [U] distinct target ids, ascending; U is `config.draft_vocab_size`.
+
+        Raises:
+            ValueError: If the size differs, or the ids are not ascending ids of the target.
+        """
+        if self.vocabulary is None or token_ids.shape != self.vocabulary.shape:
+            raise ValueError(f"expected {self.config.draft_vocab_size} draft ids, got {tuple(token_ids.shape)}")
+        ascending = bool((token_ids[1:] > token_ids[:-1]).all())
+        if not ascending or int(token_ids[0]) < 0 or int(token_ids[-1]) >= self.config.vocab_size:
+            raise ValueError(f"draft ids must be distinct, ascending and below {self.config.vocab_size}")
+        self.vocabulary.copy_(token_ids)
+
+    def lent_weight(self) -> Tensor:
+        """[U, D] the target's output projection over the draft vocabulary.
+
+        Raises:
+            ValueError: If the target's lm_head has a bias, which heads do not know.
+        """
+        parameters = dict(self.lm_head.named_parameters(recurse=False))
+        if "bias" in parameters:
+            raise ValueError(
+                f"the target's lm_head has a bias, which {self.kind} heads do not support; use a draft model"
+            )
+        weight = parameters["weight"].detach()
+        return weight if self.vocabulary is None else weight[self.vocabulary.to(weight.device)]
 
     @abstractmethod
     def forward(self, batch: FeatureBatch) -> HeadOutput:

@@ -21,9 +21,6 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from heads.base import HeadConfig
 from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, require
 
-FROM_TARGET = frozenset(item.name for item in dataclasses.fields(HeadConfig))
-"""Fields of a head's config that no user sets."""
-
 
 def load_config(head: type[HeadConfig], argv: Sequence[str], description: str) -> RunConfig:
     """Return the run that `argv` (`--config FILE` and `--section.key=value`) asks for; `--help` prints and exits.
@@ -54,7 +51,7 @@ def _parser(head: type[HeadConfig], description: str) -> ArgumentParser:
     parser = ArgumentParser(description=description, usage=usage, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file; keys given on the command line win over it")
     parser.add_class_arguments(TargetConfig, "target")
-    parser.add_class_arguments(head, "head", skip=set(FROM_TARGET))
+    parser.add_class_arguments(head, "head", skip=_from_target(head))
     for name, kind in SECTIONS.items():
         if name != "target":
             parser.add_class_arguments(kind, name)
@@ -64,11 +61,17 @@ def _parser(head: type[HeadConfig], description: str) -> ArgumentParser:
     return parser
 
 
+def _from_target(head: type[HeadConfig]) -> set[str]:
+    """Return the fields of a head's config that no user sets."""
+    return {item.name for item in dataclasses.fields(head) if item.metadata.get("from_target")}
+
+
 def _known_keys(head: type[HeadConfig]) -> Iterator[str]:
     yield "precision"
+    skipped = _from_target(head)
     for section, kind in [*SECTIONS.items(), ("head", head)]:
         for item in dataclasses.fields(kind):
-            if section != "head" or item.name not in FROM_TARGET:
+            if section != "head" or item.name not in skipped:
                 yield f"{section}.{item.name}"
 
 

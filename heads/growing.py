@@ -1,0 +1,54 @@
+"""The tree that a drafter has grown so far in each row, level by level: who stands above whom, and what sees what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class GrowingTree:
+    """Nodes below the root of B rows, in the order in which they were added; parents count from 1, the root is 0."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.parents = torch.empty(rows, 0, dtype=torch.int64, device=device)
+        """[B, M]."""
+        self.depths = torch.empty(rows, 0, dtype=torch.int64, device=device)
+        """[B, M] 1 for the root's children."""
+        self.ancestors = torch.empty(rows, 0, 0, dtype=torch.bool, device=device)
+        """[B, M, M] whether node j is node i or stands above it."""
+
+    def add(self, parents: Tensor) -> Tensor:
+        """Add one level and return what its nodes see of the tree, themselves included: [B, W] -> [B, W, M] bool."""
+        rows, width = parents.shape
+        row = torch.arange(rows, device=parents.device)[:, None]
+        depths = torch.nn.functional.pad(self.depths, (1, 0))[row, parents] + 1
+        above = torch.nn.functional.pad(self.ancestors, (0, 0, 1, 0))[row, parents]  # the root is no slot of the tree
+        itself = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, -1, -1)
+        level = torch.cat([above, itself], dim=2)
+        self.ancestors = torch.cat([torch.nn.functional.pad(self.ancestors, (0, width)), level], dim=1)
+        self.depths = torch.cat([self.depths, depths], dim=1)
+        self.parents = torch.cat([self.parents, parents], dim=1)
+        return level
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        index = list(rows)
+        self.parents, self.depths = self.parents[index], self.depths[index]
+        self.ancestors = self.ancestors[index]
+
+
+def level_visible(ancestors: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return [B, W, slots] bool for one level of trees that grow behind `lengths` committed tokens.
+
+    Args:
+        ancestors: [B, W, M] bool: which of the tree's M nodes each of the level's W nodes sees, itself included.
+        lengths: Committed tokens of each row.
+    """
+    rows, width, size = ancestors.shape
+    visible = ancestors.new_zeros(rows, width, max(lengths) + size)
+    for row, length in enumerate(lengths):
+        visible[row, :, :length] = True
+        visible[row, :, length : length + size] = ancestors[row]
+    return visible

@@ -1,0 +1,133 @@
+"""A Llama-shaped decoder layer for heads that attend to the text (EAGLE, EAGLE-3, Hydra++).
+
+Parameter names are those of Hugging Face's Llama, which the engines read. The layer is cut in two, `project` and
+`finish`, so that one attention pattern serves decoding (a cache), another training (an unroll).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heads.base import HeadConfig, from_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(HeadConfig):
+    """Sizes of a head's decoder layer: those of the target's own layers."""
+
+    intermediate_size: int = from_target()
+    """Width of the MLP."""
+    num_attention_heads: int = from_target()
+    """Query heads."""
+    num_key_value_heads: int = from_target()
+    """H, key and value heads; queries share them in groups."""
+    head_dim: int = from_target()
+    """E."""
+    rms_norm_eps: float = from_target()
+    rope_theta: float = from_target()
+    """Base of the rotary frequencies."""
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467), in float32 or better."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (precise * scale).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention with rotary positions (Su et al. 2021, arXiv:2104.09864)."""
+
+    def __init__(self, config: LayerConfig, input_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.num_kv * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.num_kv * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.theta = config.rope_theta
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[B, N, input], [B, N] -> rotated queries [B, heads, N, E]."""
+        return self._rotate(self._split(self.q_proj(x), self.num_heads), positions)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, N, input], [B, N] -> rotated keys and values, [B, H, N, E] each."""
+        keys = self._rotate(self._split(self.k_proj(x), self.num_kv), positions)
+        return keys, self._split(self.v_proj(x), self.num_kv)
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        half = torch.arange(0, self.head_dim, 2, device=x.device, dtype=exact) / self.head_dim
+        angles = positions[:, None, :, None] * self.theta**-half  # [B, 1, N, E / 2]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class MLP(nn.Module):
+    """Gated MLP with SiLU."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP around a residual stream; what is normalised before attention is the caller's affair."""
+
+    def __init__(self, config: LayerConfig, input_size: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, input_size)
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add attention's result [B, heads, N, E] and the MLP's to the residual stream [B, N, D]."""
+        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """Scaled dot-product attention with grouped heads.
+
+    Args:
+        queries: [B, heads, N, E].
+        keys: [B, H, S, E].
+        values: [B, H, S, E].
+        visible: [B, N, S] bool.
+
+    Returns:
+        [B, heads, N, E].
+    """
+    groups = queries.shape[1] // keys.shape[1]
+    if groups > 1:
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None])
