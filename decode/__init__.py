@@ -2,6 +2,7 @@
 
 from decode.accept import Block, Match, Rejection
 from decode.draft_model import DraftModel
+from decode.dynamic import DynamicTree
 from decode.generation import generate, stream
 from decode.grow import Chain, StaticTree
 from decode.propose import Drafting, PromptLookup
@@ -17,6 +18,7 @@ __all__ = [
     "Delta",
     "DraftModel",
     "Drafting",
+    "DynamicTree",
     "Generation",
     "Match",
     "PromptLookup",

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from decode.generation import DRAFT_LENGTH, RULES, draft_chain, stream
-from decode.grow import StaticTree
-from decode.propose import PromptLookup
+from decode.grow import Grow, StaticTree
+from decode.options import TREE_OPTIONS, add_tree_options, dynamic_tree, tree_settings
+from decode.propose import Drafting, PromptLookup
 from decode.sampling import Sampling
 from decode.support import UnsupportedTargetError
 from decode.target import Target
+from heads import Head, load_head
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--raw", action="store_true", help="no chat template around the prompt")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
     p.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
+    add_tree_options(p)
     return p
 
 
@@ -68,7 +72,28 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _grow(args: argparse.Namespace) -> StaticTree | None:
+def _grow(args: argparse.Namespace, head: Head | None) -> Grow | None:
+    """Return the tree that is asked for, or None for the drafts' own."""
+    chain = _chain(args)
+    settings = tree_settings(args)
+    if not settings:
+        return chain
+    if head is not None:
+        return dynamic_tree(settings, Drafting.of(head).grow)
+    if args.draft_model is None:
+        options = ", ".join(f"--tree-{name}" for name in TREE_OPTIONS)
+        raise ValueError(f"{options} are for a --head or a --draft-model")
+    rule = RULES[args.accept]
+    if args.draft_temperature is not None and not rule.shares_noise:
+        raise ValueError(
+            f"--draft-temperature has no effect on a dynamic tree with --accept {args.accept}, which does not share "
+            "the target's noise; leave it out"
+        )
+    own = draft_chain(rule, DRAFT_LENGTH) if chain is None else chain
+    return replace(dynamic_tree(settings, own), temperature=args.draft_temperature)
+
+
+def _chain(args: argparse.Namespace) -> StaticTree | None:
     """Return the chain that a draft model is asked for, or None for the default."""
     if args.draft_length is None and args.draft_temperature is None:
         return None
@@ -101,12 +126,13 @@ def _run(args: argparse.Namespace) -> int:
     )
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    head = None if args.head is None else load_head(args.head, target)
     pieces = stream(
         target,
         prompt,
-        head=args.head,
+        head=head,
         draft_model=args.draft_model,
-        grow=_grow(args),
+        grow=_grow(args, head),
         proposer=None if args.lookup is None else PromptLookup(length=args.lookup),
         sampling=sampling,
         accept=args.accept,

@@ -5,7 +5,7 @@ A proposer is frozen settings; `begin` opens the state of one session (B rows), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from decode.checks import StateError, assert_close
+from decode.dynamic import DynamicTree
 from decode.grow import Chain, Grow, StaticTree
 from decode.sampling import Sampler
 from decode.tree import TokenTree, chain_shape
 from heads import Drafter
+from heads.base import Tree
 
 
 class Proposing(Protocol):
@@ -80,8 +82,8 @@ class Drafts(Protocol):
     """Weights that draft: a `heads.Head` or a `decode.DraftModel`."""
 
     @property
-    def tree(self) -> Sequence[Sequence[int]] | None:
-        """Tree to use by default, as paths of child ranks."""
+    def tree(self) -> Tree:
+        """Tree to use by default."""
         ...
 
     @property
@@ -112,9 +114,11 @@ class Drafting:
 
     @classmethod
     def of(cls, head: Drafts) -> Drafting:
-        """Use the tree that the head's folder recommends, or a chain of all the head can draft."""
+        """Use the tree that the head recommends, or a chain of all the head can draft."""
         if head.tree is None:
             return cls(head, Chain(head.drafter().max_depth))
+        if isinstance(head.tree, Mapping):
+            return cls(head, DynamicTree.of(head.tree))
         return cls(head, StaticTree(tuple(map(tuple, head.tree))))
 
     @property

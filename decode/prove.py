@@ -30,21 +30,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from decode.bench import machine
+from decode.children import Draw
 from decode.draft_model import DraftModel
+from decode.dynamic import DynamicTree
 from decode.generation import DRAFT_LENGTH, stream
-from decode.grow import Chain, StaticTree
+from decode.grow import Chain, Grow, StaticTree
+from decode.measure import machine
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.proofs import TEMPERATURE, Check, Options, Settings, prove
 from decode.propose import PromptLookup
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import load_head
+from heads import Head, load_head
 from heads.files import check_writable
 
 SHOWN = 10
@@ -69,9 +71,7 @@ def find_drafts(
     drafts: Options = {"accept": accept}
     if head is not None:
         loaded = load_head(head, target)
-        chain = loaded.tree is None or accept == "block"
-        paths = Chain(loaded.drafter().max_depth).paths if chain else tuple(map(tuple, loaded.tree or ()))
-        grow = StaticTree(paths, draw="none" if accept == "match" else "without_replacement")
+        grow = _grow(loaded, accept)
         kind = "chain" if grow.width == 1 else "tree"
         return drafts | {"head": loaded, "grow": grow}, f"{loaded.kind} head {head}, {kind} of {grow.size} nodes"
     if draft_model is not None:
@@ -79,6 +79,17 @@ def find_drafts(
         return drafts, f"draft model {draft_model}, chain of {DRAFT_LENGTH + 1} nodes"
     assert lookup is not None
     return drafts | {"proposer": PromptLookup(length=lookup)}, f"prompt lookup of up to {lookup} tokens"
+
+
+def _grow(head: Head, accept: str) -> Grow:
+    """Return the head's own tree, drawn for the rules that use the drafts' distribution; a chain for `block`."""
+    draw: Draw = "none" if accept == "match" else "without_replacement"
+    if isinstance(head.tree, Mapping):  # its nodes are chosen by their probability, so they cannot be drawn
+        dynamic = DynamicTree.of(head.tree)
+        return dynamic if accept == "match" else Chain(dynamic.depth, draw=draw)
+    if head.tree is None or accept == "block":
+        return Chain(head.drafter().max_depth, draw=draw)
+    return StaticTree(tuple(tuple(path) for path in head.tree), draw=draw)
 
 
 def head_lines(facts: dict[str, str]) -> list[str]:

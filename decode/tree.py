@@ -43,12 +43,13 @@ def tree_shape(parents: tuple[int, ...]) -> TreeShape:
         raise ValueError(f"parents must be -1 for node 0 and an earlier node for every other, got {parents}")
     depths = [0] * len(parents)
     children: list[list[int]] = [[] for _ in parents]
-    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    ancestors = [[node == 0 for node in range(len(parents))]]  # lists: tensor operations on rows cost far more
     for node, parent in enumerate(parents[1:], start=1):
         depths[node] = depths[parent] + 1
         children[parent].append(node)
-        ancestors[node] |= ancestors[parent]
-    return TreeShape(parents, tuple(depths), tuple(map(tuple, children)), ancestors)
+        ancestors.append(ancestors[parent].copy())
+        ancestors[node][node] = True
+    return TreeShape(parents, tuple(depths), tuple(map(tuple, children)), torch.tensor(ancestors))
 
 
 @lru_cache(maxsize=4096)

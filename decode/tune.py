@@ -2,7 +2,7 @@
 
 The target answers the prompts; the ranks of its own tokens in the head's guesses give the best tree of every size
 (`decode.ranks`), the measured time of verifying N nodes gives each tree's speed, and the fastest is written to the
-head's folder, where `generate` finds it.
+head's folder, where `generate` finds it. For heads whose guesses depend on the depth only, as Medusa's.
 """
 
 from __future__ import annotations
@@ -142,6 +142,12 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("tree sizes must be at least 2 (the root and a draft); change --size or --sizes")
         target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
         head = load_head(args.head, target)
+        if not head.depth_only:
+            raise ValueError(
+                f"the drafts of a {head.kind} head depend on the tokens drafted before them, and tune counts on fixed "
+                "ranks; keep the head's dynamic tree, or try others with `python -m decode --tree-depth … --tree-width "
+                "… --tree-size … --tree-confidence …` and write the best as `tree` into the head's config.json"
+            )
         ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
         token_limits(target, ids, args.max_new_tokens)
     except (ValueError, OSError, NotImplementedError) as error:

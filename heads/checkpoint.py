@@ -6,7 +6,7 @@ Nothing is loaded by halves: every key and size is checked, and a head is refuse
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from heads.base import Head, Lender, head_class
+from heads.base import Head, Lender, Tree, head_class
 from heads.files import write_atomically
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -30,9 +30,9 @@ class HeadNotes:
     """How it was trained: data, steps, recipe."""
     measured: Mapping[str, Any] = field(default_factory=dict)
     """What evaluation measured, with hardware and prompts."""
-    tree: Sequence[Sequence[int]] | None = None
-    """The draft tree to use by default: paths of child ranks from the root, as in `decode.StaticTree`; None for a
-    chain."""
+    tree: Tree = None
+    """The draft tree to use by default: paths of child ranks from the root, as in `decode.StaticTree`, or settings of a
+    `decode.DynamicTree`; None for the head type's own."""
 
 
 def save_head(
@@ -122,7 +122,8 @@ def load_head(
     head = kind(head_config, target)
     _check_keys(weights, head, state)
     head.load_state_dict(state, strict=True)
-    head.tree = config["tree"]
+    if config["tree"] is not None:
+        head.tree = config["tree"]
     device = target.lm_head.get_parameter("weight").device
     return head.to(device=device, dtype=dtype).eval()
 
@@ -149,9 +150,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for key, kind in (("config", dict), ("training", dict), ("measured", dict)):
         if not isinstance(config[key], kind):
             raise ValueError(f"{path}: `{key}` must be a {kind.__name__}, got {config[key]!r}")
+    if not _is_tree(config["tree"]):
+        raise ValueError(
+            f"{path}: `tree` must be a list of paths of child ranks, such as [[0], [1], [0, 0]], settings of a dynamic "
+            f'tree, such as {{"depth": 5, "width": 4, "size": 16}}, or null, got {config["tree"]!r}'
+        )
     if config["format"] != FORMAT:
         raise ValueError(f"{path} has format {config['format']}, this version reads {FORMAT}; update Gorgon")
     return config
+
+
+def _is_tree(tree: object) -> bool:
+    """Return whether it is a `Tree`; which paths and settings make one, `decode` knows."""
+    if isinstance(tree, dict):
+        return all(isinstance(value, int | float | None) for value in tree.values())
+    if isinstance(tree, list):
+        return all(isinstance(path, list) and all(isinstance(rank, int) for rank in path) for path in tree)
+    return tree is None
 
 
 def _check_target(

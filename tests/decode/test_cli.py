@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from decode import Sampling, Target, generate
+from decode import DynamicTree, Sampling, Target, generate
 from decode.__main__ import main
 from heads import save_head
 
@@ -86,6 +86,33 @@ def test_a_draft_model_that_is_the_target_has_all_its_drafts_accepted(saved, cap
     assert "exact" not in err
 
 
+@pytest.mark.parametrize("drafts", ["head", "draft-model"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_dynamic_tree_changes_no_text_and_is_as_large_as_asked_for(saved, capsys, monkeypatch, drafts, sampled):
+    folder, head, target = saved
+    trees = []
+    monkeypatch.setattr(DynamicTree, "__call__", lambda self, *a, g=DynamicTree.__call__, **o: g(noted(self), *a, **o))
+
+    def noted(tree: DynamicTree) -> DynamicTree:
+        trees.append(tree)
+        return tree
+
+    arguments = [folder, "the cat sat", "--max-new-tokens", "12", f"--{drafts}", head if drafts == "head" else folder]
+    arguments += ["--tree-width", "2", "--tree-size", "5", "--tree-confidence", "0.01"]
+    sampling = Sampling(temperature=0.8, seed=5) if sampled else None
+    temperature = None
+    if sampled:
+        arguments += ["--temperature", "0.8", "--seed", "5"]
+    if sampled and drafts == "draft-model":
+        temperature = 0.5
+        arguments += ["--draft-temperature", "0.5", "--draft-length", "2"]
+    expected = generate(target, "the cat sat", sampling=sampling, max_new_tokens=12)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+    depth = 3 if drafts == "head" else 2 if sampled else 4
+    assert set(trees) == {DynamicTree(depth, 2, 5, confidence=0.01, temperature=temperature)}
+
+
 def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
     folder, head, _ = saved
     arguments = [folder, "the cat", "--head", head, "--accept", "typical", "--max-new-tokens", "8"]
@@ -118,6 +145,18 @@ def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
             ["TARGET", "x", "--draft-model", "TARGET", "--draft-temperature=1", "--temperature=1", "--accept=typical"],
             "leave it out",
         ),
+        (["TARGET", "x", "--tree-depth", "3"], "are for a --head or a --draft-model"),
+        (["TARGET", "x", "--lookup", "3", "--tree-confidence", "0.5"], "are for a --head or a --draft-model"),
+        (["TARGET", "x", "--draft-model", "TARGET", "--tree-width", "0"], "width must be a whole number of at least 1"),
+        (["TARGET", "x", "--draft-model", "TARGET", "--tree-confidence", "2"], "between 0 (keep all) and 1, got 2"),
+        (["TARGET", "x", "--draft-model", "TARGET", "--tree-width=2", "--accept=block"], "for chains"),
+        (
+            [
+                *("TARGET", "x", "--draft-model", "TARGET", "--tree-width=2", "--temperature=1"),
+                *("--draft-temperature=1", "--accept=rejection"),
+            ],
+            "does not share the target's noise",
+        ),
         (["TARGET", "x", "--presence-penalty", "inf"], "presence_penalty must be a finite number"),
     ],
 )
@@ -144,5 +183,5 @@ def test_help_names_every_choice(capsys):
         main(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for option in ("--head", "--lookup", "--accept", "--stop", "--seed", "--temperature", "--raw"):
+    for option in ("--head", "--lookup", "--accept", "--stop", "--seed", "--temperature", "--raw", "--tree-depth"):
         assert option in text

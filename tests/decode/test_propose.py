@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from decode import Chain, Drafting, PromptLookup, Sampling, StaticTree
+from decode import Chain, Drafting, DynamicTree, PromptLookup, Sampling, StaticTree
 from decode.sampling import Sampler
 
 
@@ -104,6 +104,26 @@ def test_a_head_drafts_with_its_own_tree_or_a_chain_of_all_its_depths(tiny_head)
     tiny_head.tree = [[1]]
     with pytest.raises(ValueError, match="elder sibling"):
         Drafting.of(tiny_head)
+
+
+def test_settings_of_a_dynamic_tree_are_a_dynamic_tree(tiny_head):
+    settings = {"depth": 2, "width": 3, "size": 8}
+    tiny_head.tree = settings
+    assert Drafting.of(tiny_head).grow == DynamicTree(2, 3, 8)
+    assert Drafting.of(tiny_head).max_nodes == 8
+    tiny_head.tree = {**settings, "confidence": 0.5, "temperature": None}
+    assert Drafting.of(tiny_head).grow == DynamicTree(2, 3, 8, confidence=0.5)
+    for tree, message in [
+        ({**settings, "depht": 3}, r"knows depth, width, size, confidence, temperature, got .*'depht'"),
+        ({"depth": 3, "width": 2}, "needs depth, width, size"),
+        ({}, "needs depth, width, size"),
+        ({**settings, "size": 0}, "size must be a whole number of at least 1"),
+        ({**settings, "depth": 4}, "4 deep, but the head drafts 3"),
+        ({**settings, "width": 321}, "321 children, but the head's vocabulary has 320"),
+    ]:
+        tiny_head.tree = tree
+        with pytest.raises(ValueError, match=message):
+            Drafting.of(tiny_head)
 
 
 def test_sessions_of_one_head_share_no_state(tiny_head):

@@ -9,6 +9,7 @@ from decode import Target, generate
 from decode.ranks import Ranked, best_tree, simulated_tokens_per_step
 from decode.tune import choose_tree, main, verify_costs
 from heads import HeadNotes, load_head, read_notes, save_head
+from heads.medusa import MedusaHead
 
 
 def test_costs_are_measured_and_the_fastest_choice_comes_first(tiny_target):
@@ -52,6 +53,14 @@ def test_the_command_writes_the_tree_that_generate_then_uses(folders, capsys):
     assert head.tree == notes.tree
     plain = generate(target, "the cat", max_new_tokens=10)
     assert generate(target, "the cat", head=head, max_new_tokens=10).token_ids == plain.token_ids
+
+
+def test_heads_whose_guesses_depend_on_the_tokens_before_are_refused(folders, capsys, monkeypatch):
+    _, path, arguments = folders
+    monkeypatch.setattr(MedusaHead, "depth_only", False)
+    assert main(arguments) == 2
+    assert "keep the head's dynamic tree" in capsys.readouterr().err
+    assert read_notes(path / "head") == HeadNotes(training={"steps": 3})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode import Target
 from heads import HeadNotes, create_head, load_head, read_notes, save_head
 from heads import checkpoint as checkpoint_module
-from heads.medusa import MedusaConfig
+from heads.medusa import MedusaConfig, MedusaHead
 
 NOTES = HeadNotes(training={"steps": 7, "data": ["a", "b"]}, measured={"tokens_per_step": 1.9}, tree=[[0], [1], [0, 0]])
 
@@ -60,6 +60,33 @@ def test_save_then_load_is_bit_equal(tiny_target, tmp_path, own, size):
     hidden = torch.randn(1, 3, 32)
     drafts = [h.drafter().sync(torch.zeros(1, 4, dtype=torch.int64), hidden, [3]) for h in (head, loaded)]
     assert torch.equal(*drafts)
+
+
+@pytest.mark.parametrize("own", [None, {"depth": 2, "width": 3, "size": 7}, [[0], [1]]], ids=str)
+@pytest.mark.parametrize("tree", [None, {"depth": 1, "width": 2, "size": 3, "confidence": 0.25}, [[0]]], ids=str)
+def test_the_folders_tree_replaces_the_head_types_own_if_there_is_one(tiny_target, tmp_path, monkeypatch, own, tree):
+    made = MedusaHead.__init__
+
+    def with_a_tree(self, *args) -> None:
+        made(self, *args)
+        self.tree = own
+
+    monkeypatch.setattr(MedusaHead, "__init__", with_a_tree)
+    save_head(make_head(tiny_target), tmp_path, target=tiny_target, notes=HeadNotes(tree=tree))
+    assert read_notes(tmp_path) == HeadNotes(tree=tree)
+    assert load_head(tmp_path, tiny_target).tree == (own if tree is None else tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [7, "chain", True, [0], [[0], None], [["0"]], [[0.5]], {"depth": [5]}, {"depth": "5"}, {"depth": {}}],
+    ids=str,
+)
+def test_a_tree_that_is_none_is_shown_with_what_one_looks_like(tiny_target, folder, tree):
+    edit(folder, lambda c: c.update(tree=tree))
+    for read in (lambda: load_head(folder, tiny_target), lambda: read_notes(folder)):
+        with pytest.raises(ValueError, match=r"`tree` must be a list of paths .* settings .*\"depth\": 5.* got"):
+            read()
 
 
 def test_weights_are_stored_and_loaded_in_the_precision_asked_for(tiny_target, tmp_path):

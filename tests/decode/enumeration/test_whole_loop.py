@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode import Chain, Sampling, StaticTree, Target, generate
+from decode import Chain, DynamicTree, Sampling, StaticTree, Target, generate
 from decode.accept import Block, Match, Rejection
 from heads import create_head
 from heads.medusa import MedusaConfig
@@ -22,6 +22,7 @@ WAYS = {
     "without replacement": (Rejection(), StaticTree(TREE, draw="without_replacement")),
     "points": (Rejection(), StaticTree(TREE)),
     "block of points": (Block(), Chain(3)),
+    "dynamic tree": (Rejection(), DynamicTree(3, 3, 7, confidence=0.02)),
     "match": (Match(), StaticTree(TREE, draw="hybrid")),
 }
 
@@ -73,7 +74,7 @@ def check(target, head, oracles, law, way: str, draws: int) -> None:
     assert oracles.chi_square_p(torch.tensor(list(counts.values())), torch.tensor(list(law.values())) * draws) > 1e-6
 
 
-@pytest.mark.parametrize("way", ["block", "hybrid"])
+@pytest.mark.parametrize("way", ["block", "hybrid", "dynamic tree"])
 def test_texts_of_many_seeds_follow_the_models_law(target, head, oracles, own_law, way):
     check(target, head, oracles, own_law, way, 1000)
 
