@@ -205,6 +205,17 @@ class Head(nn.Module, ABC):
         """The target's output projection."""
         return self._lent[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the trained weights."""
+        return next(self.parameters()).dtype
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """Return the target's embeddings in the head's precision, without gradients: [...] -> [..., D]."""
+        with torch.no_grad():
+            embedded: Tensor = self.embed(token_ids)
+        return embedded.to(self.dtype)
+
     def set_vocabulary(self, token_ids: Tensor) -> None:
         """Choose the draft vocabulary: logit column u stands for the target's token `token_ids[u]`.
 

@@ -6,6 +6,7 @@ Parameter names are those of Hugging Face's Llama, which the engines read. The l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heads.base import HeadConfig, from_target
+from heads.cache import TreeCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Attention(nn.Module):
         return keys, self._split(self.v_proj(x), self.num_kv)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+        return x.reshape(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -113,6 +115,36 @@ class DecoderLayer(nn.Module):
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
+
+
+def read_on(layer: DecoderLayer, inputs: Tensor, residuals: Tensor, lengths: Sequence[int], cache: TreeCache) -> Tensor:
+    """Add new places of texts to the layer's K/V, and return its output at each row's last.
+
+    There is no layer above that would look at the others' outputs.
+
+    Args:
+        layer: The layer.
+        inputs: [B, L, input] what its attention reads; row b holds `lengths[b]`.
+        residuals: [B, L, D] the residual stream.
+        lengths: New places in each row.
+        cache: K/V of the texts so far; a tree grown behind them is forgotten.
+
+    Returns:
+        [B, 1, D].
+    """
+    device, size = inputs.device, inputs.shape[1]
+    cache.forget_tree()
+    cache.reserve_for(size)
+    rows, last = torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device) - 1
+    positions = torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(size, device=device)
+    cache.begin(size, device)
+    keys, values = cache.write(0, *layer.self_attn.keys_values(inputs, positions))
+    own = positions[rows, last][:, None]  # [B, 1]; slots behind it hold padding
+    visible = torch.arange(keys.shape[2], device=device) <= own[..., None]  # [B, 1, slots]
+    queries = layer.self_attn.queries(inputs[rows, last][:, None], own)
+    output = layer.finish(residuals[rows, last][:, None], attend(queries, keys, values, visible))
+    cache.commit([range(length) for length in lengths])
+    return output
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from heads.base import FeatureBatch, Head, HeadConfig, HeadOutput, Lender
 from heads.labels import find_labels
-from heads.losses import vocabulary_loss
+from heads.losses import check_losses, depth_metrics, vocabulary_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """Sizes and loss weights of Medusa heads."""
+    """Sizes and losses of Medusa heads."""
 
     num_heads: int = 4
     """K, the draft depth."""
@@ -32,21 +32,17 @@ class MedusaConfig(HeadConfig):
     target's: a head is then 2 * D * D bytes in bf16, and a step reads the projection once for all heads."""
     head_decay: float = 0.8
     """Head k's loss weighs `head_decay ** k` (the paper's lambda_k)."""
-    ce_weight: float = 0.2
-    """Weight of the cross-entropy with the token in the data."""
-    kl_weight: float = 0.8
-    """Weight of KL(target || head): the target's whole distribution, not only the token that was drawn from it."""
+    losses: Mapping[str, float] = field(default_factory=lambda: {"ce": 0.2, "kl": 0.8})
+    """Weights of the losses over tokens; see `heads.objectives`. "kl" learns the target's whole distribution, not only
+    the token that was drawn from it."""
     chunk_size: int = 256
     """Label positions whose [K, U] logits are in memory at one time."""
 
     def __post_init__(self) -> None:
-        """Reject sizes that make no head."""
+        """Reject sizes and losses that make no head."""
         super().__post_init__()
         self.check_at_least(1, "num_heads", "num_layers", "chunk_size")
-        if self.ce_weight < 0 or self.kl_weight < 0 or self.ce_weight + self.kl_weight == 0:
-            raise ValueError(
-                f"ce_weight and kl_weight must not be negative or both 0, got {self.ce_weight} and {self.kl_weight}"
-            )
+        check_losses(self.losses)
 
 
 class ResidualBlock(nn.Module):
@@ -107,23 +103,17 @@ class MedusaHead(Head):
         weight = self.lent_weight().to(batch.hidden.dtype)
         gathered = batch.hidden[rows, labels.sources()]  # [n, K, D]
         states = torch.stack([block(gathered[:, k]) for k, block in enumerate(self.blocks)], dim=1)
-        loss, terms, correct = vocabulary_loss(
+        loss, terms, correct, accept = vocabulary_loss(
             states,
             weight if self.projection is None else self.projection,
             labels.columns,
             batch.hidden[labels.rows, labels.positions - 1],
             weight,
             active * decay,
-            ce_weight=self.config.ce_weight,
-            kl_weight=self.config.kl_weight,
+            losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )
-        count = active.sum(0)
-        metrics = {}
-        for k in range(self.config.num_heads):
-            metrics[f"head{k}/loss"] = torch.stack([(terms * active)[:, k].sum(), count[k]])
-            metrics[f"head{k}/top1"] = torch.stack([(correct & active)[:, k].sum(), count[k]]).to(terms.dtype)
-        return HeadOutput(loss=loss, metrics=metrics)
+        return HeadOutput(loss=loss, metrics=depth_metrics(terms, correct, active, accept))
 
     def drafter(self) -> MedusaDrafter:
         """Return a fresh drafting state."""
@@ -160,7 +150,7 @@ class MedusaDrafter:
             own = self._head.projection
             self._weight = self._head.lent_weight() if own is None else own.detach()
         last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]  # [B, D]
-        states = self._head.states(last.to(next(self._head.blocks.parameters()).dtype)).to(self._weight.dtype)
+        states = self._head.states(last.to(self._head.dtype)).to(self._weight.dtype)
         if self._weight.dim() == 2:
             self._logits = F.linear(states, self._weight)  # [B, K, U]
         else:

@@ -9,8 +9,8 @@ Face folders that `python -m decode --draft-model` and other engines load. Examp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ from decode import DraftModel, Target, UnsupportedTargetError
 from decode.draft_model import DraftModelDrafter
 from heads.base import FeatureBatch, Head, HeadConfig, HeadOutput
 from heads.checkpoint import HeadNotes
-from heads.losses import vocabulary_loss
+from heads.losses import check_losses, needs_teacher, vocabulary_loss
 from train.command_line import load_config
 from train.config import RunConfig, require
 from train.model_folder import save_model
@@ -33,7 +33,7 @@ from train.teacher import check_teacher
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelConfig(HeadConfig):
-    """Sizes and loss weights of a draft model. `hidden_size` is the target's, `width` the draft model's own."""
+    """Sizes and losses of a draft model. `hidden_size` is the target's, `width` the draft model's own."""
 
     width: int = 256
     """Hidden size of the draft model; its embedding, which is its output projection too, is most of its weights."""
@@ -45,15 +45,13 @@ class DraftModelConfig(HeadConfig):
     """Width of the feed-forward layers."""
     embedding: Literal["principal", "random"] = "principal"
     """Start the embedding from the principal directions of the target's, or at random."""
-    ce_weight: float = 0.1
-    """Weight of the cross-entropy with the token in the data."""
-    kl_weight: float = 0.9
-    """Weight of KL(target || draft model): the target's whole distribution."""
+    losses: Mapping[str, float] = field(default_factory=lambda: {"ce": 0.1, "kl": 0.9})
+    """Weights of the losses; see `heads.objectives`."""
     chunk_size: int = 128
     """Label positions whose [V] logits are in memory at one time."""
 
     def __post_init__(self) -> None:
-        """Reject sizes that make no model."""
+        """Reject sizes and losses that make no model."""
         for name in ("width", "num_layers", "num_attention_heads", "intermediate_size", "chunk_size"):
             value = vars(self)[name]
             require(isinstance(value, int) and value >= 1, f"head.{name} must be at least 1, got {value!r}")
@@ -68,11 +66,7 @@ class DraftModelConfig(HeadConfig):
             f"head.width ({self.width}) is above the target's {self.hidden_size}, which has no more directions; set "
             "--head.embedding=random or a smaller width",
         )
-        require(
-            min(self.ce_weight, self.kl_weight) >= 0 and self.ce_weight + self.kl_weight > 0,
-            f"head.ce_weight and head.kl_weight must not be negative or both 0, got {self.ce_weight} and "
-            f"{self.kl_weight}",
-        )
+        check_losses(self.losses)
 
 
 class DraftModelInTraining(Head):
@@ -85,7 +79,7 @@ class DraftModelInTraining(Head):
     def __init__(self, config: DraftModelConfig, target: Target) -> None:
         super().__init__(config, target)
         bias = dict(self.lm_head.named_parameters(recurse=False)).get("bias")
-        check_teacher(target, config.kl_weight, bias=bias is not None)
+        check_teacher(target, needs_teacher(config.losses), bias=bias is not None)
         model = _untrained(config, target)
         model.to(target.device)  # type: ignore[arg-type]
         # not packed: packed copies would not follow the training
@@ -105,15 +99,14 @@ class DraftModelInTraining(Head):
         rows, positions = mask.nonzero(as_tuple=True)
         hidden = self.body(input_ids=batch.token_ids, use_cache=False).last_hidden_state  # [B, T, width]
         weight = self.lm_head.get_parameter("weight").detach().to(batch.hidden.dtype)
-        loss, terms, correct = vocabulary_loss(
+        loss, terms, correct, _ = vocabulary_loss(
             hidden[rows, positions - 1][:, None],
             self.body.embed_tokens.weight,
             batch.token_ids[rows, positions],
             batch.hidden[rows, positions - 1],
             weight,
             hidden.new_ones(len(rows), 1),
-            ce_weight=self.config.ce_weight,
-            kl_weight=self.config.kl_weight,
+            losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )
         count = terms.new_tensor(len(rows))
@@ -178,7 +171,7 @@ def save_draft_model(head: Head, path: Path, *, target: Target, notes: HeadNotes
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; errors a user can mend are printed without a traceback."""
     try:
-        config = load_config(DraftModelConfig, sys.argv[1:] if argv is None else argv, __doc__ or "")
+        config = load_config({"draft_model": DraftModelConfig}, sys.argv[1:] if argv is None else argv, __doc__ or "")
         train(config, build_draft_model, save_draft_model)
     except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
         raise SystemExit(f"error: {error}") from error

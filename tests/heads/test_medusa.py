@@ -52,7 +52,8 @@ def slow_loss(head: MedusaHead, batch: FeatureBatch) -> tuple[torch.Tensor, dict
     config = head.config
     columns = list(range(V)) if head.vocabulary is None else head.vocabulary.tolist()
     loss = torch.zeros((), dtype=torch.float64)
-    metrics = {f"head{k}/{name}": [0.0, 0] for k in range(config.num_heads) for name in ("loss", "top1")}
+    names = ("loss", "top1", "accept")
+    metrics = {f"depth{k + 1}/{name}": [0.0, 0] for k in range(config.num_heads) for name in names}
     for row in range(batch.token_ids.shape[0]):
         for label in range(batch.token_ids.shape[1]):
             token = int(batch.token_ids[row, label])
@@ -65,12 +66,13 @@ def slow_loss(head: MedusaHead, batch: FeatureBatch) -> tuple[torch.Tensor, dict
                 log_probs = logits.log_softmax(-1)
                 cross_entropy = -log_probs[columns.index(token)]
                 divergence = (teacher * (teacher.log() - log_probs)).sum()
-                term = config.ce_weight * cross_entropy + config.kl_weight * divergence
+                term = config.losses["ce"] * cross_entropy + config.losses["kl"] * divergence
                 loss = loss + config.head_decay**k * term
-                metrics[f"head{k}/loss"][0] += term.item()
-                metrics[f"head{k}/loss"][1] += 1
-                metrics[f"head{k}/top1"][0] += columns[int(logits.argmax())] == token
-                metrics[f"head{k}/top1"][1] += 1
+                accept = torch.minimum(teacher, log_probs.exp()).sum()
+                found = (term.item(), columns[int(logits.argmax())] == token, accept.item())
+                for name, value in zip(names, found, strict=True):
+                    metrics[f"depth{k + 1}/{name}"][0] += value
+                    metrics[f"depth{k + 1}/{name}"][1] += 1
     return loss, metrics
 
 
@@ -79,7 +81,7 @@ def slow_loss(head: MedusaHead, batch: FeatureBatch) -> tuple[torch.Tensor, dict
 @pytest.mark.parametrize("chunk_size", [2, 256])
 def test_loss_gradient_and_metrics_equal_the_definition(tiny_target, vocabulary, own, chunk_size):
     options = {"num_heads": 3, "num_layers": 2, "own_lm_head": own, "chunk_size": chunk_size, "head_decay": 0.7}
-    head = make_head(tiny_target, vocabulary=vocabulary, ce_weight=0.4, kl_weight=0.6, **options)
+    head = make_head(tiny_target, vocabulary=vocabulary, losses={"ce": 0.4, "kl": 0.6}, **options)
     batch = make_batch(vocabulary=vocabulary)
     output = head(batch)
     expected, metrics = slow_loss(head, batch)
@@ -139,7 +141,9 @@ def test_batches_shorter_than_the_heads_reach_are_no_error(tiny_target, length):
     batch.loss_mask[:] = True
     output = head(batch)
     output.loss.backward()
-    assert [int(output.metrics[f"head{k}/loss"][1]) for k in range(4)] == [max(0, length - 2 - k) for k in range(4)]
+    assert [int(output.metrics[f"depth{k + 1}/loss"][1]) for k in range(4)] == [
+        max(0, length - 2 - k) for k in range(4)
+    ]
 
 
 def test_nothing_supervised_gives_loss_zero_and_zero_gradients(tiny_target):
@@ -174,12 +178,12 @@ def test_drafts_after_a_prefix_are_what_training_computed_there(tiny_target, voc
         metrics = head(FeatureBatch(text, mask, hidden)).metrics
         # supervised labels per head: those whose root is at or behind ours
         for k in range(3):
-            assert int(metrics[f"head{k}/top1"][1]) == 3 - k
+            assert int(metrics[f"depth{k + 1}/top1"][1]) == 3 - k
         only = torch.zeros(1, 12, dtype=torch.bool)
         for k in range(3):
             only[:] = False
             only[0, root : root + 2 + k] = True
-            term = head(FeatureBatch(text, only, hidden)).metrics[f"head{k}/top1"]
+            term = head(FeatureBatch(text, only, hidden)).metrics[f"depth{k + 1}/top1"]
             assert term.tolist() == [1, 1]
             log_probs = logits[k][0].log_softmax(-1)
             torch.testing.assert_close(run_head(head, k, hidden[0, root - 1]).log_softmax(-1), log_probs)

@@ -12,7 +12,7 @@ D, V = 32, 320
 @pytest.mark.parametrize(("own", "vocabulary_size"), [(False, None), (True, 40), (False, 40)])
 def test_one_batch_is_learned_by_heart(tiny_target, own, vocabulary_size):
     torch.manual_seed(0)
-    options = {"own_lm_head": own, "draft_vocab_size": vocabulary_size, "ce_weight": 1.0, "kl_weight": 0.0}
+    options = {"own_lm_head": own, "draft_vocab_size": vocabulary_size, "losses": {"ce": 1.0}}
     head = create_head(
         "medusa", MedusaConfig(hidden_size=D, vocab_size=V, num_heads=2, **options), tiny_target
     ).double()
@@ -27,7 +27,7 @@ def test_one_batch_is_learned_by_heart(tiny_target, own, vocabulary_size):
     output = head(batch)
     assert float(output.loss.detach()) < 0.05 * first
     for k in range(2):
-        right, count = output.metrics[f"head{k}/top1"].tolist()
+        right, count = output.metrics[f"depth{k + 1}/top1"].tolist()
         assert right == count == 2 * (8 - k)
     # and the drafter drafts what was learned
     drafter = head.drafter()
@@ -80,9 +80,8 @@ def test_a_head_without_draft_vocabulary_takes_none(tiny_target):
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
         ({"draft_vocab_size": 0}, "draft_vocab_size must be between 1 and the target's 320, got 0"),
         ({"draft_vocab_size": 321}, "draft_vocab_size must be between 1 and the target's 320, got 321"),
-        ({"ce_weight": 0.0, "kl_weight": 0.0}, "both 0"),
-        ({"ce_weight": -0.1}, "must not be negative"),
-        ({"kl_weight": -0.1}, "must not be negative"),
+        ({"losses": {"ce": 0.0, "kl": 0.0}}, "all losses have weight 0"),
+        ({"losses": {"kl": -0.1}}, "not negative, got -0.1"),
     ],
 )
 def test_settings_that_make_no_head_are_refused(options, message):

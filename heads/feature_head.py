@@ -1,0 +1,196 @@
+"""Heads that draft features: one decoder layer, fed with a token and a feature, whose output is the next feature.
+
+What EAGLE-1 and EAGLE-3 share. The pair at position p is the embedding of token p + 1 and the feature at p, rotated by
+p, as the engines do it; its output drafts token p + 2.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heads.base import FeatureBatch, Head, HeadOutput, Lender
+from heads.cache import TreeCache
+from heads.growing import GrowingTree, level_visible
+from heads.labels import find_labels
+from heads.layers import DecoderLayer, LayerConfig, attend, read_on
+from heads.losses import check_losses, depth_metrics, vocabulary_loss
+from heads.unroll import Chains, find_chains, unroll
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureHeadConfig(LayerConfig):
+    """Sizes and losses of a head that drafts features."""
+
+    max_depth: int = 8
+    """Tokens drafted at most past the root."""
+    unroll: int = 1
+    """K, the steps of training-time test: 1 trains on the target's features only, more also on the head's own."""
+    step_decay: float = 0.8
+    """Step k's loss weighs `step_decay ** k`."""
+    losses: Mapping[str, float] = field(default_factory=lambda: {"kl": 1.0})
+    """Weights of the losses over tokens; see `heads.objectives`."""
+    chunk_size: int = 256
+    """Label positions whose [K, U] logits are in memory at one time."""
+
+    def __post_init__(self) -> None:
+        """Reject sizes and losses that make no head."""
+        super().__post_init__()
+        self.check_at_least(1, "max_depth", "unroll", "chunk_size")
+        check_losses(self.losses)
+
+
+class FeatureHead(Head):
+    """A head with one draft layer; subclasses say what it reads and how its output becomes logits."""
+
+    config: FeatureHeadConfig
+    layers: nn.ModuleList
+
+    def __init__(self, config: FeatureHeadConfig, target: Lender) -> None:
+        super().__init__(config, target)
+        self.tree = {"depth": min(4, config.max_depth), "width": 4, "size": 10}
+
+    @property
+    def layer(self) -> DecoderLayer:
+        """The draft layer."""
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    @abstractmethod
+    def fuse(self, hidden: Tensor, features: Tensor | None) -> Tensor:
+        """Return the features that drafting starts from, made of the target's: [..., D], [..., F] -> [..., D]."""
+
+    @abstractmethod
+    def layer_input(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention reads, [..., input], and the residual, [..., D], for tokens and features [..., D]."""
+
+    @abstractmethod
+    def output_states(self, feature: Tensor) -> Tensor:
+        """Return what the output projection reads: [..., D] -> [..., D]."""
+
+    @abstractmethod
+    def output_weight(self) -> Tensor:
+        """[U, D] the output projection."""
+
+    def perturb(self, hidden: Tensor) -> Tensor:
+        """Return the target's states as training shows them to the head; by default as they are."""
+        return hidden
+
+    def feature_loss(self, outputs: Tensor, chains: Chains, batch: FeatureBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return a further loss on the outputs [B, Q, K, D], summed, and its metrics; by default none."""
+        return outputs.new_zeros(()), {}
+
+    def forward(self, batch: FeatureBatch) -> HeadOutput:
+        """Return the loss summed over label positions and steps, each weighted by `step_decay ** step`."""
+        if batch.token_ids.shape[1] < 2:  # no pair of a token and a feature: one of padding
+            batch = _padded(batch)
+        depth = self.config.unroll
+        labels = find_labels(batch, depth, self.vocabulary)
+        chains = find_chains(labels, *batch.token_ids.shape)
+        features = self.fuse(self.perturb(batch.hidden), batch.features)
+        outputs = unroll(
+            self.layer, self.layer_input, self.embedded(batch.token_ids), features, chains, depth
+        )  # [B, Q, K, D]
+        rows = labels.rows[:, None]
+        states = outputs[rows, chains.numbers[rows, labels.sources()], torch.arange(depth, device=rows.device)]
+        decay = self.config.step_decay ** torch.arange(depth, device=rows.device)
+        loss, terms, correct, accept = vocabulary_loss(
+            self.output_states(states),
+            self.output_weight(),
+            labels.columns,
+            batch.hidden[labels.rows, labels.positions - 1],
+            self.lent_weight().to(batch.hidden.dtype),
+            labels.active * decay,
+            losses=self.config.losses,
+            chunk_size=self.config.chunk_size,
+        )
+        further, metrics = self.feature_loss(outputs, chains, batch)
+        metrics = {**depth_metrics(terms, correct, labels.active, accept), **metrics}
+        return HeadOutput(loss=loss + further, metrics=metrics)
+
+    def drafter(self) -> FeatureDrafter:
+        """Return a fresh drafting state."""
+        return FeatureDrafter(self)
+
+
+class FeatureDrafter:
+    """The head's K/V of committed pairs, and the features of the tree grown so far."""
+
+    def __init__(self, head: FeatureHead) -> None:
+        self._head = head
+        self._weight: Tensor | None = None
+        self._cache: TreeCache | None = None
+        self._features = torch.empty(0)  # [B, 1 + M, D] of the root and of the nodes below it
+
+    @property
+    def max_depth(self) -> int:
+        """See `FeatureHeadConfig.max_depth`."""
+        return self._head.config.max_depth
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of the target."""
+        return self._head.config.vocab_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[U] target ids of the logit columns, or None."""
+        return self._head.vocabulary
+
+    @torch.inference_mode()
+    def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
+        """Store the K/V of the new pairs and draft from the last; see `Drafter.sync`."""
+        if self._cache is None:
+            self._cache = TreeCache(len(lengths), 2 * max(lengths))
+            self._weight = self._head.output_weight().detach()
+        dtype = self._head.dtype
+        fused = self._head.fuse(hidden.to(dtype), None if features is None else features.to(dtype))
+        inputs, residuals = self._head.layer_input(self._head.embedded(token_ids[:, 1:]), fused)
+        self._features = read_on(self._head.layer, inputs, residuals, lengths, self._cache)
+        self._tree = GrowingTree(len(lengths), inputs.device)
+        return self._logits(self._features)[:, 0]
+
+    @torch.inference_mode()
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Run the layer over one level of nodes; see `Drafter.extend`."""
+        assert self._cache is not None
+        cache, layer = self._cache, self._head.layer
+        rows = torch.arange(len(token_ids), device=token_ids.device)[:, None]
+        inputs, residuals = self._head.layer_input(self._head.embedded(token_ids), self._features[rows, parents])
+        level = self._tree.add(parents)
+        cache.reserve_for(token_ids.shape[1])
+        # the root's pair stands at the last committed position, and its children's one further
+        before = torch.tensor(cache.lengths, device=token_ids.device)[:, None] - 1
+        positions = before + self._tree.depths[:, -token_ids.shape[1] :]
+        cache.begin(token_ids.shape[1], token_ids.device)
+        keys, values = cache.write(0, *layer.self_attn.keys_values(inputs, positions))
+        visible = level_visible(level, cache.lengths)
+        attended = attend(layer.self_attn.queries(inputs, positions), keys, values, visible)
+        new = layer.finish(residuals, attended)
+        self._features = torch.cat([self._features, new], dim=1)
+        return self._logits(new)
+
+    def _logits(self, features: Tensor) -> Tensor:
+        assert self._weight is not None
+        return F.linear(self._head.output_states(features).to(self._weight.dtype), self._weight)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows."""
+        assert self._cache is not None
+        self._cache.keep(rows)
+        self._tree.keep(rows)
+        self._features = self._features[list(rows)]
+
+
+def _padded(batch: FeatureBatch) -> FeatureBatch:
+    """Append an unsupervised token to every row."""
+    features = None if batch.features is None else F.pad(batch.features, (0, 0, 0, 1))
+    return FeatureBatch(
+        F.pad(batch.token_ids, (0, 1)), F.pad(batch.loss_mask, (0, 1)), F.pad(batch.hidden, (0, 0, 0, 1)), features
+    )
