@@ -1,13 +1,16 @@
-"""The target's states for batches of conversations: computed when needed, kept in memory while they fit.
+"""The target's states and features for batches of conversations: computed when needed, kept in memory while they fit.
 
 The target's pass costs several times a head's, and its states never change, so further epochs reuse what fits. It runs
 one conversation at a time: a state then depends on its own conversation only, not on what it was batched with, and a
-resumed or re-batched run sees the same bits whether they come from memory or from the target.
+resumed or re-batched run sees the same bits whether they come from memory, from the target or from disk
+(`data.stored_features`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,34 +21,80 @@ from decode import Target
 from heads.base import FeatureBatch
 
 
-class OnlineFeatures:
-    """Feature batches of `samples` from a target in the same process; owns the states it keeps.
+class States(NamedTuple):
+    """What a head reads of one conversation, on the CPU."""
+
+    hidden: Tensor
+    """[T, D] the target's states."""
+    features: Tensor | None
+    """[T, F] outputs of the feature layers, side by side; None for no layers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.hidden.nbytes + (0 if self.features is None else self.features.nbytes)
+
+
+def compute_states(target: Target, sample: Encoded, feature_layers: Sequence[int]) -> States:
+    """Run the target over one conversation."""
+    token_ids = torch.tensor([sample.token_ids], device=target.device)
+    hidden, features = target.encode_features(token_ids, [len(sample.token_ids)], feature_layers)
+    return States(hidden[0].cpu(), None if features is None else features[0].cpu())
+
+
+def bytes_per_token(hidden_size: int, feature_layers: Sequence[int], dtype: torch.dtype) -> int:
+    """Return what the states of one token take; a layer's output is as wide as the state."""
+    return (1 + len(feature_layers)) * hidden_size * dtype.itemsize
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+class Features(ABC):
+    """Feature batches of `samples`; where the states come from is the subclass's affair.
 
     Args:
         target: The frozen model; batches are placed on its device, in its dtype.
         samples: Encoded conversations; `batch` takes indices into them.
-        memory_bytes: Bytes of host memory for kept states. First come, first kept: nothing is evicted, because every
-            epoch visits every sample once and eviction would only swap one for another.
+        feature_layers: Decoder layers whose outputs are wanted; see `heads.Head.feature_layers`.
+
+    Raises:
+        ValueError: If there is no such layer.
     """
 
-    def __init__(self, target: Target, samples: Sequence[Encoded], memory_bytes: int) -> None:
-        if memory_bytes < 0:
-            raise ValueError(f"memory_bytes must not be negative, got {memory_bytes}; 0 keeps nothing")
+    def __init__(self, target: Target, samples: Sequence[Encoded], feature_layers: Sequence[int]) -> None:
+        target.check_layers(feature_layers)
         self._target = target
         self._samples = samples
-        self._memory_bytes = memory_bytes
-        self._kept: dict[int, Tensor] = {}
-        self.kept_bytes = 0
+        self._feature_layers = tuple(feature_layers)
+
+    @abstractmethod
+    def states(self, index: int) -> States:
+        """Return the states of one sample, on the CPU; not to be written to."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return how much there is and where it is kept, for people."""
 
     def batch(self, indices: Sequence[int]) -> FeatureBatch:
-        """Return tokens, loss mask and states of the samples at `indices`, padded on the right with zeros."""
+        """Return tokens, loss mask, states and features of the samples at `indices`, padded on the right with zeros."""
         token_ids, loss_mask = collate([self._samples[index] for index in indices])
-        states = [self._states(index) for index in indices]
-        hidden = states[0].new_zeros((*token_ids.shape, states[0].shape[-1]))  # [B, T, D]
-        for row, state in enumerate(states):
-            hidden[row, : len(state)] = state
+        rows = [self.states(index) for index in indices]
+        hidden = self._pad([row.hidden for row in rows])
+        features = (
+            self._pad([row.features for row in rows if row.features is not None]) if self._feature_layers else None
+        )
         device = self._target.device
-        return FeatureBatch(token_ids.to(device), loss_mask.to(device), hidden.to(device))
+        return FeatureBatch(token_ids.to(device), loss_mask.to(device), hidden, features)
+
+    def _pad(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return rows of [T, D] as one tensor [B, T, D] where batches belong."""
+        padded = rows[0].new_zeros(len(rows), max(map(len, rows)), rows[0].shape[-1])
+        for row, part in enumerate(rows):
+            padded[row, : len(part)] = part
+        return padded.to(self._target.device, self._target.dtype)
 
     def num_supervised(self, indices: Sequence[int]) -> int:
         """Return the number of supervised tokens of the samples at `indices`."""
@@ -55,30 +104,50 @@ class OnlineFeatures:
         """Return the number of tokens, without padding, of the samples at `indices`."""
         return sum(len(self._samples[index].token_ids) for index in indices)
 
+
+class OnlineFeatures(Features):
+    """Features from a target in the same process; owns the states it keeps.
+
+    Args:
+        target: See `Features`.
+        samples: See `Features`.
+        memory_bytes: Bytes of host memory for kept states. First come, first kept: nothing is evicted, because every
+            epoch visits every sample once and eviction would only swap one for another.
+        feature_layers: See `Features`.
+    """
+
+    def __init__(
+        self, target: Target, samples: Sequence[Encoded], memory_bytes: int, feature_layers: Sequence[int] = ()
+    ) -> None:
+        super().__init__(target, samples, feature_layers)
+        if memory_bytes < 0:
+            raise ValueError(f"memory_bytes must not be negative, got {memory_bytes}; 0 keeps nothing")
+        self._memory_bytes = memory_bytes
+        self._kept: dict[int, States] = {}
+        self.kept_bytes = 0
+
+    def states(self, index: int) -> States:
+        """Return the states of one sample, on the CPU; not to be written to."""
+        kept = self._kept.get(index)
+        if kept is not None:
+            return kept
+        states = compute_states(self._target, self._samples[index], self._feature_layers)
+        if self.kept_bytes + states.nbytes <= self._memory_bytes:
+            self._kept[index] = states
+            self.kept_bytes += states.nbytes
+        return states
+
     def describe(self) -> str:
         """Return how many of the samples' states fit into the memory allowed, for people."""
-        size = self._target.hidden_size * self._target.dtype.itemsize
+        size = bytes_per_token(self._target.hidden_size, self._feature_layers, self._target.dtype)
         sizes = [len(sample.token_ids) * size for sample in self._samples]
         fitting, used = 0, 0
         for needed in sizes:
             if used + needed <= self._memory_bytes:
                 fitting, used = fitting + 1, used + needed
-        gib = 2**30
         tail = "all are computed once" if fitting == len(sizes) else "the others are computed again in every epoch"
+        layers = f" and outputs of layers {list(self._feature_layers)}" if self._feature_layers else ""
         return (
-            f"target states: {sum(sizes) / gib:.2f} GiB; about {fitting} of {len(sizes)} conversations fit into "
-            f"{self._memory_bytes / gib:.2f} GiB, {tail}"
+            f"target states{layers}: {size_text(sum(sizes))}; about {fitting} of {len(sizes)} conversations fit "
+            f"into {size_text(self._memory_bytes)}, {tail}"
         )
-
-    def _states(self, index: int) -> Tensor:
-        """Return the states [T, D] of one sample, on the CPU."""
-        kept = self._kept.get(index)
-        if kept is not None:
-            return kept
-        token_ids = torch.tensor([self._samples[index].token_ids], device=self._target.device)
-        states = self._target.encode(token_ids, [token_ids.shape[1]])[0].cpu()
-        size = states.numel() * states.element_size()
-        if self.kept_bytes + size <= self._memory_bytes:
-            self._kept[index] = states
-            self.kept_bytes += size
-        return states
