@@ -4,47 +4,30 @@ Every prompt is decoded by every method in turn, in an order that rotates from p
 target object. Methods: our plain decoding; transformers' `generate` on the same packed weights and as transformers
 ships it; prompt lookup; the head as a chain and as its tree; chains from a draft model. Each text is compared with
 plain decoding's, token for token.
+
+`python -m decode.bench compare HEAD HEAD … --prompts FILE … --out DIR` compares several heads, greedy and sampled, with
+confidence intervals and a picture; `python -m decode.bench compare --help` says how.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from tqdm import tqdm
 
-from decode.compare import Difference, first_difference
+from decode.comparison import main as compare_heads
+from decode.measure import ALL, Result, longest, machine, markdown, measure, read_sets, to_ids
 from decode.methods import HF, HF_PACKED, Run, methods, select
-from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.results import Stats
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.files import check_writable
-
-
-@dataclass
-class Result:
-    """One method on one prompt set."""
-
-    method: str
-    prompts: str
-    seconds: list[float] = field(default_factory=list)
-    """Per prompt."""
-    tokens: int = 0
-    stats: list[Stats] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    """Texts that are not plain decoding's, with the place and the gap."""
-    unexcused: int = 0
-    """How many of them are not near ties."""
 
 
 def compare(target: Target, runs: dict[str, Run], sets: dict[str, list[list[int]]], sampling: Sampling) -> list[Result]:
@@ -56,52 +39,35 @@ def compare(target: Target, runs: dict[str, Run], sets: dict[str, list[list[int]
         sets: Prompt ids by prompt set.
         sampling: Settings with a seed, for judging differences.
     """
-    names = list(runs)
     warm_up = next(iter(sets.values()))[0]
     for run in runs.values():
         run(warm_up)
     results: list[Result] = []
     for set_name, prompts in sets.items():
-        by_name = {name: Result(name, set_name) for name in names}
+        by_name = {name: Result(name, set_name) for name in runs}
         for number, ids in enumerate(tqdm(prompts, desc=set_name, unit="prompt")):
-            texts = {}
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                start = time.perf_counter()
-                texts[name], stats = runs[name](ids)
-                by_name[name].seconds.append(time.perf_counter() - start)
-                by_name[name].tokens += len(texts[name])
-                if stats is not None:
-                    by_name[name].stats.append(stats)
-            for name, text in texts.items():
-                difference = first_difference(target, ids, texts["plain"], text, sampling)
-                if difference is not None:
-                    _record(by_name[name], number, difference)
+            for name, answer in measure(target, runs, ids, sampling, turn=number).items():
+                by_name[name].answers.append(answer)
         results += by_name.values()
     return results
-
-
-def _record(result: Result, prompt: int, difference: Difference) -> None:
-    result.differences.append(f"{result.prompts}[{prompt}] {difference}")
-    result.unexcused += not difference.near_tie
 
 
 def summarise(results: Sequence[Result]) -> list[dict[str, object]]:
     """Return one row per method and prompt set, and per method over all sets."""
     rows = []
     sets = list(dict.fromkeys(result.prompts for result in results))
-    names = [*sets, "all"] if len(sets) > 1 else sets
+    names = [*sets, ALL] if len(sets) > 1 else sets
     for method in dict.fromkeys(result.method for result in results):
         for name in names:
-            mine = [r for r in results if r.method == method and name in (r.prompts, "all")]
+            mine = [r for r in results if r.method == method and name in (r.prompts, ALL)]
             row: dict[str, object] = {"method": method, "prompts": name}
             row["tokens_per_step"] = round(Stats.total([s for r in mine for s in r.stats]).tokens_per_step, 3)
             for base in ("plain", HF_PACKED, HF):
-                theirs = [r for r in results if r.method == base and name in (r.prompts, "all")]
+                theirs = [r for r in results if r.method == base and name in (r.prompts, ALL)]
                 if theirs:
                     row[f"speed-up over {base}"] = round(_rate(mine) / _rate(theirs), 3)
-            row["identical"] = (
-                f"{sum(len(r.seconds) - len(r.differences) for r in mine)}/{sum(len(r.seconds) for r in mine)}"
-            )
+            different, total = sum(len(r.differences) for r in mine), sum(len(r.answers) for r in mine)
+            row["identical"] = f"{total - different}/{total}"
             row["near_ties"] = sum(len(r.differences) - r.unexcused for r in mine)
             row["unexcused"] = sum(r.unexcused for r in mine)
             rows.append(row)
@@ -110,7 +76,7 @@ def summarise(results: Sequence[Result]) -> list[dict[str, object]]:
 
 def _rate(results: Sequence[Result]) -> float:
     """Tokens per second over all prompts."""
-    return sum(r.tokens for r in results) / sum(sum(r.seconds) for r in results)
+    return sum(r.tokens for r in results) / sum(r.seconds for r in results)
 
 
 def profile(results: Sequence[Result]) -> dict[str, dict[str, float]]:
@@ -121,33 +87,6 @@ def profile(results: Sequence[Result]) -> dict[str, dict[str, float]]:
         parts = {**total.parts, "other": total.seconds - sum(total.parts.values())}
         shares[method] = {part: round(seconds / total.seconds, 4) for part, seconds in parts.items()}
     return shares
-
-
-def markdown(rows: Sequence[dict[str, object]]) -> str:
-    """Return rows as a Markdown table."""
-    columns = list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def machine(target: Target) -> dict[str, str]:
-    """Return what the numbers were measured on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next(
-            (line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), cpu
-        )
-    return {
-        "device": torch.cuda.get_device_name(target.device)
-        if target.device.type == "cuda"
-        else f"{cpu}, {torch.get_num_threads()} threads",
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "packed": str(bool(target.packed)),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def parser() -> argparse.ArgumentParser:
@@ -176,20 +115,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 1 if a text differs from plain decoding's without a near tie."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["compare"]:  # a target of this name is ./compare
+        return compare_heads(argv[1:])
     args = parser().parse_args(argv)
     try:
         if args.out is not None:
             check_writable(args.out)
-        files = {Path(name).stem: read_prompts(name, limit=args.num) for name in args.prompts}
-        if len(files) < len(args.prompts):
-            raise ValueError(f"prompt files must differ in name, got {args.prompts}")
+        files = read_sets(args.prompts, args.num)
         sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
         target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
-        sets = {
-            name: [to_token_ids(target, prompt, raw=False) for prompt in prompts] for name, prompts in files.items()
-        }
-        for ids in sets.values():
-            token_limits(target, ids, args.max_new_tokens)
+        sets = to_ids(target, files, args.max_new_tokens)
         runs = methods(
             target,
             args.head,
@@ -197,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
             sampling=sampling,
             max_new_tokens=args.max_new_tokens,
             lookup=args.lookup,
-            longest=max((ids for prompts in sets.values() for ids in prompts), key=len),
+            longest=longest(sets),
         )
         runs = select(runs, args.methods)
     except (ValueError, OSError, NotImplementedError) as error:
@@ -206,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     results = compare(target, runs, sets, sampling)
     rows = summarise(results)
     report: dict[str, Any] = {
-        "command": " ".join(["python -m decode.bench", *(argv or sys.argv[1:])]),
+        "command": " ".join(["python -m decode.bench", *argv]),
         "machine": machine(target),
         "rows": rows,
         "profile": profile(results),

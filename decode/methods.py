@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from decode.draft_model import DraftModel
+from decode.dynamic import DynamicTree
 from decode.generation import generate, stream
-from decode.grow import Chain
+from decode.grow import Chain, StaticTree
 from decode.propose import Drafting, PromptLookup, Proposer
 from decode.results import Generation, Stats
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import load_head
+from heads import Head, load_head
 
 HF_PACKED, HF = "transformers (packed weights)", "transformers"
 DRAFT_LENGTHS = (2, 3, 4)
 """Chains that a draft model is measured with."""
+SMALL_TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+"""For heads that recommend none, as far as they draft."""
 
 Run = Callable[[list[int]], tuple[list[int], Stats | None]]
 
@@ -43,24 +47,12 @@ def methods(
         if number == 0:
             depth = head.drafter().max_depth
             drafts += [Drafting(head, Chain(length)) for length in sorted({min(2, depth), depth})]
-        for drafting in drafts:
-            shape = "chain" if drafting.grow.width == 1 else "tree"
-            proposers[f"{head.kind} {shape} {drafting.grow.size}"] = drafting
+        proposers |= {_label(head.kind, drafting): drafting for drafting in drafts}
     if draft_model is not None:
         model = DraftModel.from_pretrained(draft_model, target)
-        proposers |= {f"draft model chain {n + 1}": Drafting(model, Chain(n)) for n in DRAFT_LENGTHS}
-
-    if longest is not None:  # what cannot be decoded is refused before anything is; stream decodes nothing by itself
-        for proposer in proposers.values():
-            stream(target, longest, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
-
-    def ours(proposer: Proposer | None) -> Run:
-        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
-            out = generate(target, ids, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
-            assert isinstance(out, Generation)
-            return out.token_ids, out.stats
-
-        return run
+        proposers |= {_label("draft model", d): d for d in (Drafting(model, Chain(n)) for n in DRAFT_LENGTHS)}
+    if longest is not None:
+        check_proposers(target, proposers, longest, sampling, max_new_tokens)
 
     def theirs(*, packed: bool) -> Run:
         def run(ids: list[int]) -> tuple[list[int], Stats | None]:
@@ -71,12 +63,96 @@ def methods(
 
         return run
 
-    runs = {name: ours(proposer) for name, proposer in proposers.items()}
+    runs = our_runs(target, proposers, sampling, max_new_tokens)
     if sampling.greedy:  # transformers draws from another stream: its sampled texts are not comparable
         if target.packed:
             runs[HF_PACKED] = theirs(packed=True)
         runs[HF] = theirs(packed=False)
     return runs
+
+
+def rivals(
+    heads: Mapping[str, Head], *, draft_model: DraftModel | None = None, lookup: int, chain: int
+) -> dict[str, Proposer | None]:
+    """Return plain decoding, prompt lookup, a draft model's chain, and a chain and a tree of every head.
+
+    Args:
+        heads: Heads by name; see `name_heads`.
+        draft_model: The draft model.
+        lookup: Tokens that prompt lookup proposes.
+        chain: Tokens in a chain, or as many as the head drafts.
+    """
+    proposers: dict[str, Proposer | None] = {"plain": None, "prompt lookup": PromptLookup(length=lookup)}
+    if draft_model is not None:
+        drafting = Drafting(draft_model, Chain(chain))
+        proposers[_label("draft model", drafting)] = drafting
+    for name, head in heads.items():
+        depth = head.drafter().max_depth
+        small = StaticTree(tuple(path for path in SMALL_TREE if len(path) <= depth))
+        tree = Drafting(head, small) if head.tree is None else Drafting.of(head)
+        for drafting in (Drafting(head, Chain(min(chain, depth))), tree):
+            proposers[_label(name, drafting)] = drafting
+    return proposers
+
+
+def name_heads(folders: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """Return a name for each head: its kind, and where several are of one kind, the end of its folder's path.
+
+    Args:
+        folders: Head folders.
+        kinds: Their head types.
+
+    Raises:
+        ValueError: If a folder is given twice.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"a head is given twice: {', '.join(folders)}; leave one out")
+    names = []
+    for path, kind in zip(paths, kinds, strict=True):
+        others = [p for p, k in zip(paths, kinds, strict=True) if k == kind and p != path]
+        length = next((n for n in range(1, len(path.parts)) if all(p.parts[-n:] != path.parts[-n:] for p in others)), 1)
+        names.append(f"{kind} {'/'.join(path.parts[-length:])}" if others else kind)
+    return names
+
+
+def _label(name: str, drafting: Drafting) -> str:
+    """Say what drafts, and the shape and the nodes of its trees, root included."""
+    shape = "chain" if drafting.grow.width == 1 else "tree"
+    dynamic = " (dynamic)" if isinstance(drafting.grow, DynamicTree) else ""
+    return f"{name} {shape} {drafting.grow.size}{dynamic}"
+
+
+def check_proposers(
+    target: Target,
+    proposers: Mapping[str, Proposer | None],
+    longest: Sequence[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+) -> None:
+    """Refuse what cannot be decoded with one of the proposers, before anything is.
+
+    Raises:
+        ValueError: If an argument cannot be honoured.
+    """
+    for proposer in proposers.values():  # the call checks; nothing is decoded
+        stream(target, longest, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
+
+
+def our_runs(
+    target: Target, proposers: Mapping[str, Proposer | None], sampling: Sampling, max_new_tokens: int
+) -> dict[str, Run]:
+    """Return a function from prompt ids to new tokens and counts for each proposer."""
+
+    def ours(proposer: Proposer | None) -> Run:
+        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
+            out = generate(target, ids, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
+            assert isinstance(out, Generation)
+            return out.token_ids, out.stats
+
+        return run
+
+    return {name: ours(proposer) for name, proposer in proposers.items()}
 
 
 def select(runs: dict[str, Run], wanted: Sequence[str] | None) -> dict[str, Run]:

@@ -163,7 +163,7 @@ def good_head(tiny_target) -> MedusaHead:
     """A head trained for seconds on the target's own greedy texts: its drafts are often right."""
     torch.manual_seed(0)
     head = create_head(
-        "medusa", MedusaConfig(hidden_size=32, vocab_size=320, num_heads=3, ce_weight=1.0, kl_weight=0.0), tiny_target
+        "medusa", MedusaConfig(hidden_size=32, vocab_size=320, num_heads=3, losses={"ce": 1.0}), tiny_target
     ).double()
     texts = [prompt + slow_decode(tiny_target, prompt, Sampling(), 40) for prompt in PROMPTS]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from decode import Sampling, generate
-from decode.bench import Result, compare, main, profile, summarise
+from decode.bench import compare, main, profile, summarise
+from decode.measure import Answer, Result
 from decode.methods import HF_PACKED, methods, select
 from decode.results import Stats
 from heads import HeadNotes, save_head
@@ -39,6 +40,21 @@ def test_all_methods_give_plain_text_and_are_counted(tiny_target, folder):
         assert sum(shares.values()) == pytest.approx(1.0, abs=0.01)
 
 
+def test_the_order_of_the_methods_rotates_from_prompt_to_prompt(tiny_target):
+    order = []
+
+    def method(name):
+        def run(ids):
+            order.append(name)
+            return [5], Stats(tokens=1)
+
+        return run
+
+    runs = {name: method(name) for name in ("plain", "other", "third")}
+    compare(tiny_target, runs, {"a": [[5], [6], [7], [8]]}, Sampling(seed=0))
+    assert " ".join(order[3:]) == "plain other third other third plain third plain other plain other third"
+
+
 def test_a_wrong_text_is_reported_and_not_excused(tiny_target):
     def right(ids):
         out = generate(tiny_target, ids, max_new_tokens=6)
@@ -55,8 +71,8 @@ def test_a_wrong_text_is_reported_and_not_excused(tiny_target):
 
 
 def test_rates_are_over_all_tokens_and_seconds():
-    slow = Result("plain", "a", seconds=[2.0, 2.0], tokens=8, stats=[Stats(tokens=4, steps=3, seconds=2.0)] * 2)
-    fast = Result("fast", "a", seconds=[1.0, 1.0], tokens=8, stats=[Stats(tokens=4, steps=1, seconds=1.0)] * 2)
+    slow = Result("plain", "a", [Answer(2.0, 4, Stats(tokens=4, steps=3, seconds=2.0))] * 2)
+    fast = Result("fast", "a", [Answer(1.0, 4, Stats(tokens=4, steps=1, seconds=1.0))] * 2)
     rows = summarise([slow, fast])
     assert [(row["tokens_per_step"], row["speed-up over plain"]) for row in rows] == [(1, 1), (3, 2)]
     assert HF_PACKED not in str(rows)
@@ -82,7 +98,7 @@ def test_the_command_writes_its_numbers_and_refuses_bad_input(tiny_target, tiny_
     assert report["command"].startswith("python -m decode.bench")
     assert report["machine"]["torch"] == torch.__version__
     assert {row["method"] for row in report["rows"]} == {"plain", "prompt lookup", "transformers"}
-    assert "| plain |" in capsys.readouterr().out
+    assert "| plain " in capsys.readouterr().out
     assert main([*arguments, "--out", str(tmp_path)]) == 2  # before anything is decoded
     assert main([*arguments, "--num", "-1"]) == 2
     model_with_a_short_context = tiny_target.model.config.max_position_embeddings
