@@ -5,18 +5,29 @@ from pathlib import Path
 import pytest
 import yaml
 
-from heads import HeadConfig, head_class
+from heads import HeadConfig
+from train import eagle, medusa
 from train.command_line import load_config
 from train.draft_model import DraftModelConfig
 
 ROOT = Path(__file__).parents[1]
-TRAINERS: dict[str, type[HeadConfig]] = {"medusa": head_class("medusa").Config, "draft_model": DraftModelConfig}
-RUNS = sorted(path for kind in TRAINERS for path in (ROOT / "configs" / kind).rglob("*.yaml"))
+TRAINERS: dict[str, dict[str, type[HeadConfig]]] = {
+    "medusa": medusa.HEADS,
+    "eagle": eagle.HEADS,
+    "draft_model": {"draft_model": DraftModelConfig},
+}
+"""The types of heads that each script trains; the configs of each type lie in the folder of its name."""
+SCRIPTS = {kind: script for script, heads in TRAINERS.items() for kind in heads}
+RUNS = sorted(path for kind in SCRIPTS for path in (ROOT / "configs" / kind).rglob("*.yaml"))
 LAUNCHES = sorted((ROOT / "configs" / "accelerate").rglob("*.yaml"))
+SIZES = {
+    **{"hidden_size": 576, "vocab_size": 49152, "intermediate_size": 1536, "head_dim": 64},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "rope_theta": 1e5},
+}
 
 
 def test_there_are_configs():
-    assert {path.parent.name for path in RUNS} == set(TRAINERS)
+    assert {path.parent.name for path in RUNS} == set(SCRIPTS)
     assert LAUNCHES
     assert {*RUNS, *LAUNCHES} == set((ROOT / "configs").rglob("*.yaml")), "a config that no test reads"
 
@@ -24,13 +35,15 @@ def test_there_are_configs():
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_run_config_is_valid_and_opens_with_its_command(path: Path):
     kind = path.parent.name
-    config = load_config(TRAINERS[kind], ["--config", str(path)], "")
-    sizes = {"hidden_size": 576, "vocab_size": 49152}
-    assert TRAINERS[kind](**config.head, **sizes).hidden_size == 576
+    heads = TRAINERS[SCRIPTS[kind]]
+    config = load_config(heads, ["--config", str(path)], "")
+    assert config.head_type == kind
+    sizes = {name: size for name, size in SIZES.items() if name in heads[kind].__dataclass_fields__}
+    assert heads[kind](**{**sizes, **config.head}).hidden_size == 576
     assert config.optim.total_steps(2000) > 0
     command = path.read_text().splitlines()[0]
     assert command.startswith("# accelerate launch ")
-    assert command.endswith(f"train/{kind}.py --config {path.relative_to(ROOT)}")
+    assert command.endswith(f"train/{SCRIPTS[kind]}.py --config {path.relative_to(ROOT)}")
     assert all((ROOT / word).is_file() for word in command.split() if word.startswith(("configs/", "train/")))
 
 

@@ -66,7 +66,7 @@ def test_no_file_of_train_hides_an_installed_module():
     for name, distributions in importlib.metadata.packages_distributions().items():
         if set(distributions) != {"gorgon"}:
             taken.add(name)
-    taken |= set(PACKAGES) | {"hydra", "eagle", "wandb", "datasets", "accelerate", "tests"}
+    taken |= set(PACKAGES) | {"hydra", "wandb", "datasets", "accelerate", "tests"}
     assert not (ours - {"__init__", "__pycache__"}) & taken
 
 

@@ -1,13 +1,14 @@
 """What a training run is made of: frozen dataclasses, which are the schema of the YAML files and of the command line.
 
-The `head` section holds the fields of the head's own config, without the sizes that come from the target, so that a new
-head needs no second schema. `command_line` reads all of it.
+The `head` section holds the type of head and the fields of its own config, without the sizes that come from the target,
+so that a new head needs no second schema. `command_line` reads all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,20 +43,27 @@ class DataConfig:
 
     source: str
     """JSONL or Parquet file, or a name on the hub, with conversations."""
-    eval_prompts: str | None = None
-    """File with the prompts of the evaluation. null: `eval.num_prompts` conversations of the source, chosen by a hash
-    of their ids, are kept out of training and their prompts used."""
     max_length: int = 2048
     """Conversations are cut after this many tokens."""
     limit: int | None = None
     """Use only the first conversations of the source; null: all."""
     feature_memory: float = 4.0
     """GiB of memory, in each process, for the target's states. What fits is computed once, the rest in every epoch."""
+    feature_dir: str | None = None
+    """Folder for the target's states and features: all are computed before training, and read from there, by this run
+    and others on the same data. null: they are computed while training, see data.feature_memory."""
+    feature_dtype: Literal["target", "bfloat16"] = "target"
+    """Number format in data.feature_dir: the target's, which changes no bit of the training, or bfloat16, which rounds
+    the states and takes half the room of float32."""
 
     def __post_init__(self) -> None:
         require(self.max_length >= 2, f"data.max_length must be at least 2, got {self.max_length}")
         require(self.limit is None or self.limit >= 1, f"data.limit must be null or at least 1, got {self.limit}")
         require(self.feature_memory >= 0, f"data.feature_memory must not be negative, got {self.feature_memory}")
+        require(
+            self.feature_dir is not None or self.feature_dtype == "target",
+            f"data.feature_dtype={self.feature_dtype} is the number format of a folder; set data.feature_dir too",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,22 +148,45 @@ class RunPlan:
         return Path(self.dir) / self.name
 
 
+RESERVED = re.compile(r"chain|accept_rate|t\d.*")
+"""Names in eval/* that no prompt set can have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation by real decoding: held-out prompts with and without the head, greedy, one at a time."""
+    """Evaluation by real decoding: prompts that are not trained on, with and without the head, one at a time."""
 
+    prompts: tuple[str, ...] = ()
+    """JSONL files, each a prompt set that is called like the file. Empty: `eval.num_prompts` conversations of the
+    source, chosen by a hash of their ids, are kept out of training and their prompts used."""
     num_prompts: int = 8
-    """Number of prompts; 0: no evaluation."""
+    """Number of prompts of each set, the first of its file; 0: no evaluation."""
     max_new_tokens: int = 64
     """Tokens decoded for each prompt."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """Temperatures to decode at. 0, which is greedy, must be one: it is measured with tree and chain, the others with
+    the tree only."""
     tree: tuple[int, ...] = (3, 2, 1, 1)
-    """Children of each node at depth 1, 2, ...: the tree of eval/tokens_per_step, which `best/` is chosen by. A chain
-    as deep is measured too. Depths beyond the head's are left out."""
+    """Children of each node at depth 1, 2, ...: the tree of eval/tokens_per_step, which `best/` is chosen by, unless
+    the head has a tree of its own. A chain as deep is measured too. Depths beyond the head's are left out."""
 
     def __post_init__(self) -> None:
         require(self.num_prompts >= 0, f"eval.num_prompts must not be negative, got {self.num_prompts}")
         require(bool(self.tree) and min(self.tree) >= 1, f"eval.tree needs numbers of at least 1, got {self.tree}")
         require(self.max_new_tokens >= 2, f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
+        require(
+            0 in self.temperatures
+            and len({*self.temperatures}) == len(self.temperatures)
+            and all(0 <= value < math.inf for value in self.temperatures),
+            f"eval.temperatures needs 0, by which the best head is chosen, and others above it, each once; got "
+            f"{list(self.temperatures)}",
+        )
+        names = [Path(file).stem for file in self.prompts]
+        require(
+            len(set(names)) == len(names) and not any(map(RESERVED.fullmatch, names)),
+            f"the files of eval.prompts name the prompt sets, which need names of their own, and none of chain, "
+            f"accept_rate or t<number>, which name metrics; got {names}: rename a file",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +194,8 @@ class RunConfig:
     """One training run."""
 
     target: TargetConfig
+    head_type: str
+    """Type of head; the key `head.type`."""
     head: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the head's config, without the sizes that come from the target."""
     data: DataConfig
@@ -182,7 +215,7 @@ SECTIONS: Mapping[str, type] = {
 }
 MAY_CHANGE = frozenset(
     {
-        *("optim.steps", "optim.epochs", "data.feature_memory"),
+        *("optim.steps", "optim.epochs", "data.feature_memory", "data.feature_dir"),
         *("run.eval_every", "run.save_every", "run.log_every", "run.keep", "run.tracker"),
     }
 )
@@ -195,7 +228,7 @@ def flat(config: RunConfig) -> dict[str, object]:
     for name, value in dataclasses.asdict(config).items():
         pairs = value.items() if isinstance(value, Mapping) else [(None, value)]
         items.update({name if key is None else f"{name}.{key}": _yaml_type(item) for key, item in pairs})
-    return items
+    return {"head.type" if key == "head_type" else key: value for key, value in items.items()}
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -1,73 +1,89 @@
-"""Evaluation by real decoding: held-out prompts, greedy, plain and with the head, one at a time and interleaved.
+"""Evaluation by real decoding: held-out prompts, greedy and sampled, plain and drafted, one at a time, interleaved.
 
 Plain decoding is timed again in every evaluation, next to the others, because a machine's speed drifts; its tokens are
-remembered from the first, and every output is compared with them. A difference is a fault (or, in low precision, a near
-tie) and is counted, never hidden.
+remembered from the first, and every output is compared with those of its temperature: a prompt has the same seed in
+every evaluation. A difference is a fault (or, in low precision, a near tie) and is counted, never hidden.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from decode import Chain, Drafting, Generation, StaticTree, Stats, Target, generate
+from decode import Chain, Drafting, Generation, Sampling, StaticTree, Stats, Target, generate
+from decode.intervals import ratio_interval, speedup_interval
 from heads.base import Head
 from train.config import EvalConfig
+
+Method = Literal["plain", "tree", "chain"]
+Way = tuple[Method, float]
+"""A method and a temperature."""
+PREFIXES: Mapping[Method, str] = {"tree": "", "chain": "chain/"}
 
 
 @dataclass(frozen=True)
 class Decoded:
     """One prompt decoded in one way."""
 
-    method: str
+    prompt: int
+    """Its number, counted over all sets."""
+    prompt_set: str
+    method: Method
+    temperature: float
     stats: Stats
     same: bool
-    """Whether the tokens are those of plain decoding."""
+    """Whether the tokens are those of plain decoding at this temperature."""
 
 
 class Evaluation:
-    """Decodes `prompts`, token ids, with a head in training; each process takes its share of them."""
+    """Decodes the prompts of `sets`, token ids, with a head in training; each process takes its share of them."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         target: Target,
         head: Head,
-        prompts: Sequence[list[int]],
+        sets: Mapping[str, Sequence[list[int]]],
         config: EvalConfig,
     ) -> None:
         self._accelerator = accelerator
         self._target = target
-        self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
+        prompts = enumerate((name, prompt) for name, prompts in sets.items() for prompt in prompts)
+        self._prompts = list(prompts)[accelerator.process_index :: accelerator.num_processes]
         self._max_new_tokens = config.max_new_tokens
-        self._plain: dict[int, list[int]] = {}
-        depth = min(head.drafter().max_depth, len(config.tree))
-        self._methods = {
-            "plain": None,
-            "chain": Drafting(head, Chain(depth)),
-            "tree": Drafting(head, StaticTree(tree_paths(config.tree[:depth]))),
-        }
+        self._plain: dict[tuple[int, float], list[int]] = {}
+        tree = draft_tree(head, config.tree)
+        self._proposers = {"plain": None, "tree": tree, "chain": Drafting(head, Chain(tree.grow.depth))}
+        # sampled chains would cost as much again and tell little that greedy ones do not
+        self._ways: list[Way] = [
+            (method, temperature)
+            for temperature in config.temperatures
+            for method in (("plain", "chain", "tree") if temperature == 0 else ("plain", "tree"))
+        ]
 
     def __call__(self, give_up: Callable[[], bool]) -> Mapping[str, float] | None:
         """Return what `summarise` makes of all prompts, or None if `give_up` said so in any process."""
-        names = list(self._methods)
         decoded: list[Decoded] = []
         hide = not self._accelerator.is_main_process
-        for number, prompt in enumerate(tqdm(self._prompts, desc="evaluate", leave=False, disable=hide)):
-            if number == 0:
-                for name in names:  # the first calls allocate
-                    self._decode(name, prompt, 2)
-            first = number % len(names)  # no way of decoding always comes first
-            outputs = {name: self._decode(name, prompt, self._max_new_tokens) for name in names[first:] + names[:first]}
-            plain = self._plain.setdefault(number, outputs["plain"].token_ids)
-            decoded += [Decoded(name, output.stats, output.token_ids == plain) for name, output in outputs.items()]
+        progress = tqdm(self._prompts, desc="evaluate", leave=False, disable=hide)
+        for turn, (number, (name, prompt)) in enumerate(progress):
+            if turn == 0:
+                for way in self._ways:  # the first calls allocate
+                    self._decode(way, number, prompt, 2)
+            first = turn % len(self._ways)  # no way of decoding always comes first
+            ways = self._ways[first:] + self._ways[:first]
+            outputs = {way: self._decode(way, number, prompt, self._max_new_tokens) for way in ways}
+            for (method, temperature), output in outputs.items():
+                plain = self._plain.setdefault((number, temperature), outputs["plain", temperature].token_ids)
+                same = output.token_ids == plain
+                decoded.append(Decoded(number, name, method, temperature, output.stats, same))
             if give_up():
                 break
         given_up = torch.tensor(float(give_up()), device=self._accelerator.device)
@@ -75,10 +91,25 @@ class Evaluation:
             return None
         return summarise(gather_object(decoded))
 
-    def _decode(self, name: str, prompt: list[int], max_new_tokens: int) -> Generation:
-        output = generate(self._target, prompt, proposer=self._methods[name], max_new_tokens=max_new_tokens)
+    def _decode(self, way: Way, number: int, prompt: list[int], max_new_tokens: int) -> Generation:
+        method, temperature = way
+        output = generate(
+            self._target,
+            prompt,
+            proposer=self._proposers[method],
+            sampling=Sampling(temperature=temperature, seed=number),
+            max_new_tokens=max_new_tokens,
+        )
         assert isinstance(output, Generation)  # one prompt, one result
         return output
+
+
+def draft_tree(head: Head, branching: Sequence[int]) -> Drafting:
+    """Return `head` with its own tree, or with that of `branching` as deep as it can draft if it has none."""
+    if head.tree is not None:
+        return Drafting.of(head)
+    depth = min(head.drafter().max_depth, len(branching))
+    return Drafting(head, StaticTree(tree_paths(branching[:depth])))
 
 
 def tree_paths(branching: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -88,40 +119,48 @@ def tree_paths(branching: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def summarise(decoded: Sequence[Decoded]) -> dict[str, float]:
-    """Return the figures of an evaluation.
+    """Return the figures of an evaluation, `[<set>/][t<temperature>/][chain/]<figure>[_low | _high]`.
 
-    Without a prefix they are the tree's, `chain/...` the chain's: tokens_per_step and the half-width of its 95 %
-    confidence interval over prompts, speedup (plain decoding's seconds over this one's) and accept_rate/depth<d>
-    (given that the parent was accepted). `mismatches` counts outputs that differ from plain decoding's, those of later
-    plain runs included.
+    Without a set they are those of all prompts (the sets have their own if there are several), without a temperature
+    those of greedy decoding, and without `chain/` the tree's. The figures are `tokens_per_step`; `speedup`, the tokens
+    per second over plain decoding's at the same temperature; and `accept_rate/depth<d>`, given that the parent was
+    accepted. `_low` and `_high` are the ends of the 95 % interval over prompts. `mismatches` alone is one for all: how
+    many outputs differ from plain decoding's, those of later plain runs included.
     """
+    decoded = sorted(decoded, key=lambda entry: entry.prompt)  # in the order of one process, however many there were
+    sets = list(dict.fromkeys(entry.prompt_set for entry in decoded))
+    ways: list[Way] = list(dict.fromkeys((entry.method, entry.temperature) for entry in decoded))
     figures: dict[str, float] = {}
-    plain = Stats.total([entry.stats for entry in decoded if entry.method == "plain"])
-    for method, prefix in (("tree", ""), ("chain", "chain/")):
-        rows = [entry.stats for entry in decoded if entry.method == method]
-        # the first token of a row comes from the prefill, not from a step
-        rate, margin = ratio([row.tokens - 1 for row in rows], [row.steps for row in rows])
-        total = Stats.total(rows)
-        figures[f"{prefix}tokens_per_step"] = rate
-        figures[f"{prefix}tokens_per_step_margin"] = margin
-        figures[f"{prefix}speedup"] = plain.seconds / total.seconds
-        for depth, accept_rate in enumerate(total.accept_rates, start=1):
-            figures[f"{prefix}accept_rate/depth{depth}"] = accept_rate
+    for name in ["", *sets] if len(sets) > 1 else [""]:
+        rows: dict[Way, list[Stats]] = {way: [] for way in ways}
+        for entry in decoded:
+            if name in ("", entry.prompt_set):
+                rows[entry.method, entry.temperature].append(entry.stats)
+        for method, temperature in ways:
+            if method != "plain":
+                prefix = (f"{name}/" if name else "") + (f"t{temperature:g}/" if temperature else "") + PREFIXES[method]
+                measured = _measure(rows[method, temperature], rows["plain", temperature])
+                figures |= {prefix + key: value for key, value in measured.items()}
     figures["mismatches"] = float(sum(not entry.same for entry in decoded))
     return figures
 
 
-def ratio(numerators: Sequence[int], denominators: Sequence[int]) -> tuple[float, float]:
-    """Return sum(numerators) / sum(denominators) and the half-width of its 95 % interval over independent pairs.
+def _measure(rows: Sequence[Stats], plain: Sequence[Stats]) -> dict[str, float]:
+    """Return the figures of one way of decoding; the two sequences are of the same prompts."""
+    # the first token of a row comes from the prefill, not from a step
+    intervals = {"tokens_per_step": ratio_interval([row.tokens - 1 for row in rows], [row.steps for row in rows])}
+    intervals["speedup"] = speedup_interval(
+        [row.tokens for row in rows],
+        [row.seconds for row in rows],
+        [row.tokens for row in plain],
+        [row.seconds for row in plain],
+    )
+    for depth in range(max(len(row.offered) for row in rows)):
+        accepted = [_at(row.accepted, depth) for row in rows]
+        intervals[f"accept_rate/depth{depth + 1}"] = ratio_interval(accepted, [_at(row.offered, depth) for row in rows])
+    ends = ("", "_low", "_high")
+    return {f"{name}{end}": part for name, whole in intervals.items() for end, part in zip(ends, whole, strict=True)}
 
-    The interval is the usual linearised one (Cochran 1977, Sampling Techniques, section 6.4), 0 for a single pair.
-    Without a single step (every answer ends at once) the ratio is 0.
-    """
-    if sum(denominators) == 0:
-        return 0.0, 0.0
-    value = sum(numerators) / sum(denominators)
-    n = len(numerators)
-    if n < 2:
-        return value, 0.0
-    squares = sum((a - value * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
-    return value, 1.96 * math.sqrt(squares * n / (n - 1)) / sum(denominators)
+
+def _at(counts: Sequence[int], depth: int) -> int:
+    return counts[depth] if depth < len(counts) else 0  # no step of this prompt came that far

@@ -1,7 +1,8 @@
 """What a run shows and logs: the progress bar, `metrics.jsonl` and, through accelerate, wandb or TensorBoard.
 
 Only the main process writes. `metrics.jsonl` has one JSON object a line, `{"step": n, "train/loss": ...}` for each
-logged optimiser step and `{"step": n, "eval/tokens_per_step": ...}` for each evaluation.
+logged optimiser step and `{"step": n, "eval/tokens_per_step": ...}` for each evaluation. `curves.png` beside it is
+drawn from it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from tqdm import tqdm
 from heads.files import write_atomically
 from train.checkpoints import Progress
 from train.config import ConfigError, RunConfig, flat
+from train.picture import draw_curves
+
+CURVES = "curves.png"
 
 
 class Journal:
@@ -70,6 +74,14 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         self._accelerator.log(dict(values), step=step)
+
+    def draw(self) -> None:
+        """Draw `curves.png`. A run of hours does not end because that cannot be done, but says so."""
+        if self._accelerator.is_main_process and self._path.exists():
+            try:
+                draw_curves(self._path, self._path.with_name(CURVES))
+            except OSError as error:
+                self.say(f"could not draw {self._path.with_name(CURVES)}: {error}; the numbers are in {self._path}")
 
     def close(self) -> None:
         """Take the bar down."""

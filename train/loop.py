@@ -8,11 +8,13 @@ the same step. The loop knows neither the target nor the kind of head; it gets f
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import FrameType
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ from heads.base import FeatureBatch
 from train.checkpoints import Checkpoints, Progress
 from train.config import OptimConfig, RunConfig
 from train.journal import Journal
+from train.refused import save_batches
 
 
 class FeatureSource(Protocol):
@@ -98,6 +101,14 @@ def schedule_factor(optim: OptimConfig, total_steps: int) -> Callable[[int], flo
     return factor
 
 
+def split(accelerator: Accelerator, indices: Sequence[int], accumulation: int) -> list[Sequence[int]]:
+    """Return the micro-batches of this process's share of the global batch `indices`."""
+    share = len(indices) // accelerator.num_processes
+    mine = indices[accelerator.process_index * share : (accelerator.process_index + 1) * share]
+    size = share // accumulation
+    return [mine[start : start + size] for start in range(0, share, size)]
+
+
 def accumulate_gradients(
     accelerator: Accelerator, head: nn.Module, source: FeatureSource, indices: Sequence[int], accumulation: int
 ) -> dict[str, Tensor]:
@@ -106,17 +117,14 @@ def accumulate_gradients(
     Returns:
         name -> [2] (sum, count) of this process: the loss, as "loss", and the head's metrics.
     """
-    share = len(indices) // accelerator.num_processes
-    mine = indices[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-    size = share // accumulation
+    micro_batches = split(accelerator, indices, accumulation)
     count = source.num_supervised(indices)
     dtype = next(head.parameters()).dtype
     sums: dict[str, Tensor] = {}
-    for start in range(0, share, size):
-        micro = mine[start : start + size]
+    for number, micro in enumerate(micro_batches, start=1):
         batch = source.batch(micro)
         # gradients are exchanged once, with the last micro-batch
-        with nullcontext() if start + size == share else accelerator.no_sync(head):
+        with nullcontext() if number == len(micro_batches) else accelerator.no_sync(head):
             features = None if batch.features is None else batch.features.to(dtype)
             output = head(replace(batch, hidden=batch.hidden.to(dtype), features=features))
             # DDP averages gradients over the processes; num_processes makes that a sum
@@ -168,6 +176,8 @@ class Trainer:
                     self._save()
                 if evaluating:
                     stopped = not self._evaluate(stop)
+                if evaluating or stopped or finished:
+                    self.journal.draw()
                 if stopped or finished:
                     return not stopped
                 stopped = self._step(stop)
@@ -232,16 +242,20 @@ class Trainer:
         self.save_head("last", self.measured)
 
     def _refuse(self, indices: Sequence[int], loss: float, norm: float) -> None:
+        """Save the state before the step, and the batch that spoilt it; every process comes here, or none."""
         self.optimizer.zero_grad()
         self._save()
         step = self.progress.step + 1
-        path = self.checkpoints.folder.parent / f"not_finite_step_{step}.txt"
-        if self.accelerator.is_main_process:
-            path.write_text("".join(f"{index}\n" for index in indices))
+        micro_batches = split(self.accelerator, indices, self.config.optim.accumulation)
+        name = f"not_finite_step_{step}_process_{self.accelerator.process_index}.safetensors"
+        path = self.checkpoints.folder.parent / name
+        # made again, one at a time: the device may hold no more, and a source gives the same bits twice
+        save_batches(path, map(self.source.batch, micro_batches), chain.from_iterable(micro_batches))
+        self.accelerator.wait_for_everyone()  # the first to raise has the launcher end the others
         raise FloatingPointError(
             f"step {step}: loss {loss}, gradient norm {norm}; the step was not made and the state before it is saved. "
-            f"The numbers of its conversations are in {path}. Look at those, or start another run (--run.name) with a "
-            "lower optim.lr or --precision=float32"
+            f"Its batch is in {path} (each process has its own share), with the numbers of the conversations. Look at "
+            "those, or start another run (--run.name) with a lower optim.lr or --precision=float32"
         )
 
     def _evaluation_due(self, step: int) -> bool:
@@ -256,7 +270,13 @@ class Trainer:
 
 def summary(step: int, measured: Mapping[str, float]) -> str:
     """Return one line about an evaluation."""
+    low, high = measured["tokens_per_step_low"], measured["tokens_per_step_high"]
+    sampled = "".join(
+        f", {value:.3f} at T = {name[1:].partition('/')[0]}"
+        for name, value in measured.items()
+        if re.fullmatch(r"t\d[^/]*/tokens_per_step", name)
+    )
     return (
-        f"step {step}: {measured['tokens_per_step']:.3f} tokens per step, "
+        f"step {step}: {measured['tokens_per_step']:.3f} tokens per step ({low:.2f} to {high:.2f}){sampled}; "
         f"{measured['speedup']:.2f} x plain decoding, {measured['mismatches']:.0f} mismatches"
     )

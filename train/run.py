@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import hashlib
 import os
 import uuid
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -22,16 +19,19 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from data.batches import BatchPlan
-from data.conversations import Conversation, Encoded, encode_all, load_conversations
-from data.features import OnlineFeatures
+from data.conversations import Encoded
+from data.feature_plan import contents_for, prepare_folder
+from data.features import Features, OnlineFeatures
+from data.stored_features import StoredFeatures
+from data.vocabulary import SupervisedTokens
 from decode import Target
-from decode.prompts import to_token_ids
 from heads.base import Head
 from heads.checkpoint import HeadNotes, save_head
 from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress
 from train.config import ConfigError, RunConfig, differences, flat, read_flat, to_yaml
 from train.evaluate import Evaluation
+from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
 from train.loop import Trainer, schedule_factor
 from train.model_folder import recover
@@ -47,15 +47,6 @@ class SaveHead(Protocol):
     def __call__(self, head: Head, path: Path, *, target: Target, notes: HeadNotes) -> None:
         """Write `head`, trained for `target`, to `path`, replacing what is there."""
         ...
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What is trained on and what is evaluated with."""
-
-    samples: Sequence[Encoded]
-    prompts: Sequence[list[int]]
-    """Token ids, the opening of the answer included."""
 
 
 def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) -> None:
@@ -79,8 +70,8 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
         target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
         inputs = load_inputs(config, target)
-        _say_inputs(journal, inputs)
-        progress = _progress(checkpoints, inputs_hash(target, inputs.samples))
+        journal.say(inputs.describe())
+        progress = _progress(checkpoints, inputs.hash(target))
         total = config.optim.total_steps(len(inputs.samples))
         if progress.step >= total and (not inputs.prompts or progress.evaluated_step == progress.step):
             journal.say(f"run {config.run.name} was finished before: {_result(config, progress)}")
@@ -97,60 +88,6 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
         accelerator.free_memory()
         gc.collect()
         accelerator.end_training()
-
-
-def load_inputs(config: RunConfig, target: Target) -> Inputs:
-    """Load and encode the conversations, and set the evaluation's prompts apart.
-
-    Raises:
-        ValueError: If the data do not suit the target, or nothing is left to train on.
-    """
-    if target.tokenizer is None:
-        raise ConfigError(f"target {target.name} has no tokenizer; give a folder or name that has one")
-    if config.data.max_length > target.max_length:
-        raise ConfigError(
-            f"data.max_length is {config.data.max_length}, but {target.name} was made for {target.max_length} tokens"
-        )
-    conversations = load_conversations(config.data.source, limit=config.data.limit)
-    wanted = config.eval.num_prompts
-    if wanted == 0:
-        held_out = []
-    elif config.data.eval_prompts is not None:
-        held_out = load_conversations(config.data.eval_prompts, limit=wanted)
-    else:
-        if len(conversations) <= wanted:
-            raise ConfigError(
-                f"{config.data.source} has {len(conversations)} conversations, and eval.num_prompts={wanted} of them "
-                "are held out: nothing is left to train on; lower eval.num_prompts, or set data.eval_prompts"
-            )
-        # by a hash of the id: files are sorted by length or topic, and their ends are not like the rest
-        chosen = {c.id for c in sorted(conversations, key=lambda c: hashlib.sha256(c.id.encode()).digest())[:wanted]}
-        held_out = [conversation for conversation in conversations if conversation.id in chosen]
-        conversations = [conversation for conversation in conversations if conversation.id not in chosen]
-    prompts = [_prompt_ids(config, target, conversation) for conversation in held_out]
-    samples = encode_all(conversations, target.tokenizer, max_length=config.data.max_length)
-    return Inputs(samples, prompts)
-
-
-def _prompt_ids(config: RunConfig, target: Target, conversation: Conversation) -> list[int]:
-    """Return the tokens of a conversation without its last answer, followed by the opening of an answer."""
-    messages = conversation.messages
-    token_ids = to_token_ids(target, messages[:-1] if messages[-1]["role"] == "assistant" else messages, raw=False)
-    if len(token_ids) + config.eval.max_new_tokens > target.max_length:
-        raise ConfigError(
-            f"evaluation prompt {conversation.id} has {len(token_ids)} tokens: with eval.max_new_tokens="
-            f"{config.eval.max_new_tokens} that is more than the target's {target.max_length}; remove it"
-        )
-    return token_ids
-
-
-def inputs_hash(target: Target, samples: Sequence[Encoded]) -> str:
-    """Return a hash of the target's weights and of all tokens and masks, in order."""
-    digest = hashlib.sha256(target.fingerprint.encode())
-    for sample in samples:
-        digest.update(array("q", sample.token_ids).tobytes())
-        digest.update(bytes(sample.loss_mask))
-    return digest.hexdigest()[:16]
 
 
 def _check_processes(accelerator: Accelerator, config: RunConfig) -> None:
@@ -226,15 +163,6 @@ def _progress(checkpoints: Checkpoints, inputs: str) -> Progress:
     return progress
 
 
-def _say_inputs(journal: Journal, inputs: Inputs) -> None:
-    tokens = sum(len(sample.token_ids) for sample in inputs.samples)
-    supervised = sum(sum(sample.loss_mask) for sample in inputs.samples)
-    journal.say(
-        f"data: {len(inputs.samples)} conversations, {tokens} tokens, {supervised / tokens:.1%} of them supervised; "
-        f"{len(inputs.prompts)} prompts held out for evaluation"
-    )
-
-
 def _result(config: RunConfig, progress: Progress) -> str:
     best = f", best {progress.best:.3f} tokens per step at step {progress.best_step}" if progress.best_step >= 0 else ""
     name = "best" if progress.best_step >= 0 else "last"
@@ -262,16 +190,16 @@ def _fit(
     if newest is not None:
         accelerator.load_state(str(newest))
         journal.say(f"continuing at step {progress.step} from {newest}")
-    source = OnlineFeatures(target, inputs.samples, int(config.data.feature_memory * 2**30))
+    source = _features(accelerator, config, target, head.feature_layers, inputs, journal)
     journal.say(source.describe())
     parameters = sum(parameter.numel() for parameter in head.parameters())
     journal.say(f"head: {head.kind}, {parameters:,} trained parameters; {total_steps} steps of {optim.batch_size}")
 
+    fixed = _training_notes(config, target, head, inputs)
+
     def write_head(name: str, measured: Mapping[str, float]) -> None:
         if accelerator.is_main_process:
-            kept = {key: value for key, value in flat(config).items() if key.partition(".")[0] in ("data", "optim")}
-            training = {**kept, "precision": config.precision, "seed": config.run.seed, "step": progress.step}
-            notes = HeadNotes(training=training, measured=dict(measured))
+            notes = HeadNotes(training={**fixed, "step": progress.step}, measured=dict(measured))
             save(head, config.run.folder / name, target=target, notes=notes)
 
     journal.open(config, progress, total_steps, {"head.parameters": parameters, "data.samples": len(inputs.samples)})
@@ -293,3 +221,35 @@ def _fit(
         ).run()
     finally:
         journal.close()
+
+
+def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Inputs) -> dict[str, object]:
+    """Return what a head folder records of the run that made it."""
+    kept = {key: value for key, value in flat(config).items() if key.partition(".")[0] in ("data", "optim")}
+    notes = {**kept, "precision": config.precision, "seed": config.run.seed}
+    if head.vocabulary is not None:
+        measured = SupervisedTokens(inputs.samples, target.vocab_size).measure(head.vocabulary.cpu())
+        notes["vocabulary"] = measured.notes()
+    return notes
+
+
+def _features(
+    accelerator: Accelerator,
+    config: RunConfig,
+    target: Target,
+    feature_layers: Sequence[int],
+    inputs: Inputs,
+    journal: Journal,
+) -> Features:
+    """Return where the features come from; with a folder, after all processes have filled it together."""
+    samples, path = inputs.samples, config.data.feature_dir
+    if path is None:
+        return OnlineFeatures(target, samples, int(config.data.feature_memory * 2**30), feature_layers)
+    wanted = contents_for(target, samples, feature_layers, inputs=inputs.hash(target), dtype=config.data.feature_dtype)
+    if accelerator.is_main_process:
+        prepare_folder(target, samples, path, wanted, processes=accelerator.num_processes, say=journal.say)
+    accelerator.wait_for_everyone()
+    source = StoredFeatures(target, samples, path, wanted)
+    source.fill(accelerator.process_index, accelerator.num_processes, hide=not accelerator.is_main_process)
+    accelerator.wait_for_everyone()
+    return source

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -77,15 +78,15 @@ def config_file(target_folder: Path, data_file: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(config_file: Path) -> Callable[..., "subprocess.Popen[str]"]:
-    """Start `python train/medusa.py --config ... <arguments>` in a process of its own."""
+    """Start `python train/medusa.py --config ... <arguments>`, or another script, in a process of its own."""
 
     def start(
-        *arguments: str, launcher: tuple[str, ...] = (sys.executable,), **environment: str
+        *arguments: str, launcher: tuple[str, ...] = (sys.executable,), script: Path = SCRIPT, **environment: str
     ) -> "subprocess.Popen[str]":
         root = str(SCRIPT.parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         return subprocess.Popen(
-            [*launcher, str(SCRIPT), "--config", str(config_file), *arguments],
+            [*launcher, str(script), "--config", str(config_file), *arguments],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -122,8 +123,6 @@ def read_metrics() -> Callable[[Path], list[dict[str, float]]]:
 
     def read(folder: Path) -> list[dict[str, float]]:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [
-            {key: line[key] for key in line if not key.endswith(("tokens_per_second", "speedup"))} for line in lines
-        ]
+        return [{key: line[key] for key in line if not re.search(r"tokens_per_second$|speedup", key)} for line in lines]
 
     return read

@@ -5,13 +5,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from heads.hydra import HydraConfig
 from heads.medusa import MedusaConfig
 from train.command_line import load_config
-from train.config import ConfigError, OptimConfig, RunConfig, RunPlan, flat, read_flat, to_yaml
+from train.config import ConfigError, OptimConfig, RunConfig, RunPlan, differences, flat, read_flat, to_yaml
+
+HEADS = {"medusa": MedusaConfig, "hydra": HydraConfig}
 
 
 def load(*argv: str) -> RunConfig:
-    return load_config(MedusaConfig, argv, "help text")
+    return load_config(HEADS, argv, "help text")
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_defaults(config_file: Path):
@@ -100,15 +103,72 @@ def test_the_resolved_config_reads_back_as_the_same_run(config_file: Path, tmp_p
     assert read_flat(saved) == flat(config)
 
 
+def test_the_head_type_chooses_the_keys_of_its_section(config_file: Path):
+    assert load("--config", str(config_file)).head_type == "medusa"
+    content = yaml.safe_load(config_file.read_text())
+    content["head"] |= {"type": "hydra", "prefix_layer": True}
+    config_file.write_text(yaml.safe_dump(content))
+    config = load("--config", str(config_file))
+    assert (config.head_type, config.head["prefix_layer"]) == ("hydra", True)
+    assert "type" not in config.head
+    assert flat(config)["head.type"] == "hydra"
+    # the command line wins, and with it the other head's keys
+    with pytest.raises(ConfigError, match=r"unknown key 'head.prefix_layer' in .*Valid here: .*head.own_lm_head"):
+        load("--config", str(config_file), "--head.type=medusa")
+    del content["head"]["prefix_layer"]
+    config_file.write_text(yaml.safe_dump(content))
+    for words in (("--head.type=medusa",), ("--head.type", "medusa")):
+        assert load("--config", str(config_file), *words).head_type == "medusa"
+    with pytest.raises(ConfigError, match=r"unknown key 'head.own_lm_head' on the command line"):
+        load("--config", str(config_file), "--head.own_lm_head=true")
+
+
+@pytest.mark.parametrize("given", ["hydro", "", "null", "3", "draft_model"])
+@pytest.mark.parametrize("place", ["yaml", "command line"])
+def test_an_unknown_head_type_is_refused_with_the_known_ones(config_file: Path, given: str, place: str):
+    arguments = ["--config", str(config_file)]
+    if place == "yaml":
+        content = yaml.safe_load(config_file.read_text())
+        content["head"]["type"] = yaml.safe_load(given)
+        config_file.write_text(yaml.safe_dump(content))
+    else:
+        arguments.append(f"--head.type={given}")
+    where = r"in .*tiny\.yaml" if place == "yaml" else "on the command line"
+    with pytest.raises(ConfigError, match=rf"unknown head.type .* {where}.*Trained here: medusa, hydra$"):
+        load(*arguments)
+
+
+def test_a_head_type_in_a_whole_section_is_refused_unless_it_is_the_known_one(config_file: Path):
+    with pytest.raises(ConfigError, match=r"give it as --head\.type=hydra"):
+        load("--config", str(config_file), '--head={"type": "hydra"}')
+    assert load("--config", str(config_file), '--head={"type": "medusa"}').head_type == "medusa"
+
+
+def test_another_head_type_is_another_run(config_file: Path):
+    runs = [flat(load("--config", str(config_file), f"--head.type={kind}")) for kind in HEADS]
+    assert "head.type: 'medusa' -> 'hydra'" in differences(*runs)
+
+
+def test_losses_are_given_as_a_mapping(config_file: Path, tmp_path: Path):
+    config = load("--config", str(config_file), '--head.losses={"kl": 1}')
+    assert config.head["losses"] == {"kl": 1.0}
+    saved = tmp_path / "run.yaml"
+    saved.write_text(to_yaml(config))
+    assert load("--config", str(saved)) == config
+    assert read_flat(saved) == flat(config)
+
+
 MINIMAL = ("--target.name=t", "--data.source=d", "--run.name=r", "--optim.steps=1")
 
 
-def test_help_explains_every_key(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("kind", HEADS)
+def test_help_explains_every_key(capsys: pytest.CaptureFixture[str], kind: str):
     with pytest.raises(SystemExit) as exit_:
-        load("--help")
+        load(f"--head.type={kind}", "--help")
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    for key in flat(load(*MINIMAL)):
+    assert "medusa, hydra" in text
+    for key in flat(load(*MINIMAL, f"--head.type={kind}")):
         explained = re.search(rf"^  --{re.escape(key)} .*?(?=^  --|\Z)", text, re.MULTILINE | re.DOTALL)
         assert explained, key
         assert re.search(r"[a-z]{2,} [a-z]{2,}", explained.group().partition("(")[0]), f"{key} has no help"

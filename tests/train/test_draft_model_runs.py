@@ -132,9 +132,9 @@ def test_a_target_that_scales_its_logits_is_taught_from_only_by_the_data(
     GraniteForCausalLM(config).save_pretrained(tmp_path / "scaled")
     tiny_tokenizer.save_pretrained(tmp_path / "scaled")
     wanted = f"--target.name={tmp_path / 'scaled'}"
-    with pytest.raises(SystemExit, match=r"scales or caps its logits .* --head.kl_weight=0 --head.ce_weight=1"):
+    with pytest.raises(SystemExit, match=r"scales or caps its logits .* --head.losses='\{\"ce\": 1\}'"):
         run(wanted)
-    assert len(read_metrics(run(wanted, "--head.kl_weight=0", "--head.ce_weight=1", "--optim.steps=2"))) == 2
+    assert len(read_metrics(run(wanted, '--head.losses={"ce": 1}', "--optim.steps=2"))) == 2
 
 
 class Killed(BaseException):

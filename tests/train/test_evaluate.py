@@ -1,17 +1,31 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from accelerate import Accelerator
 
-from decode import Stats, Target, generate
+from decode import Drafting, DynamicTree, Sampling, StaticTree, Stats, Target, generate
 from heads.medusa import MedusaHead
 from train.config import EvalConfig
-from train.evaluate import Decoded, Evaluation, ratio, summarise, tree_paths
+from train.evaluate import Decoded, Evaluation, draft_tree, summarise, tree_paths
+
+Sets = dict[str, list[list[int]]]
 
 
 @pytest.fixture
-def prompts() -> list[list[int]]:
+def sets() -> Sets:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(2, 320, (n,), generator=generator).tolist() for n in (4, 9, 6)]
+    prompts = [torch.randint(2, 320, (n,), generator=generator).tolist() for n in (4, 9, 6)]
+    return {"chat": prompts[:2], "code": prompts[2:]}
+
+
+@pytest.fixture
+def evaluation(tiny_target: Target, tiny_head: MedusaHead, sets: Sets, fresh_accelerate) -> Callable[..., Evaluation]:
+    def make(**config) -> Evaluation:
+        config = EvalConfig(**{"max_new_tokens": 16, "tree": (3, 2, 1, 1), **config})
+        return Evaluation(Accelerator(cpu=True), tiny_target, tiny_head, sets, config)
+
+    return make
 
 
 def test_branching_becomes_paths():
@@ -19,64 +33,109 @@ def test_branching_becomes_paths():
     assert len(tree_paths([3, 2, 1])) == 3 + 6 + 6
 
 
-def test_figures_are_those_of_decoding_with_the_head(
-    tiny_target: Target, tiny_head: MedusaHead, prompts, fresh_accelerate
-):
-    config = EvalConfig(num_prompts=3, max_new_tokens=16, tree=(3, 2, 1, 1))
-    evaluation = Evaluation(Accelerator(cpu=True), tiny_target, tiny_head, prompts, config)
-    measured = evaluation(lambda: False)
+def test_the_heads_own_tree_wins_over_the_configs(tiny_head: MedusaHead):
+    assert draft_tree(tiny_head, (2, 1, 1, 1, 1)) == Drafting(tiny_head, StaticTree(tree_paths((2, 1, 1))))
+    tiny_head.tree = [[0], [1]]
+    assert draft_tree(tiny_head, (2, 1)).grow == StaticTree(((0,), (1,)))
+    tiny_head.tree = {"depth": 2, "width": 3, "size": 5}
+    assert draft_tree(tiny_head, (2, 1)).grow == DynamicTree(depth=2, width=3, size=5)
+
+
+@pytest.mark.parametrize("tree", [None, {"depth": 2, "width": 3, "size": 5}])
+def test_figures_are_those_of_decoding_with_the_head(evaluation, tiny_target, tiny_head: MedusaHead, sets: Sets, tree):
+    tiny_head.tree = tree
+    measured = evaluation()(lambda: False)
     assert measured is not None
     assert measured["mismatches"] == 0
-    rows = [generate(tiny_target, prompt, head=tiny_head, max_new_tokens=16).stats for prompt in prompts]
-    expected = sum(row.tokens - 1 for row in rows) / sum(row.steps for row in rows)
-    assert measured["chain/tokens_per_step"] == pytest.approx(expected)
-    assert measured["tokens_per_step"] >= 1.0
-    assert measured["speedup"] > 0
-    assert {"accept_rate/depth1", "chain/accept_rate/depth1", "tokens_per_step_margin"} <= measured.keys()
+    grow = StaticTree(tree_paths((3, 2, 1))) if tree is None else DynamicTree(**tree)
+    numbered = list(enumerate([*sets["chat"], *sets["code"]]))
+
+    def expected(chosen: list[tuple[int, list[int]]], temperature: float, proposer: Drafting) -> Stats:
+        sampled = [Sampling(temperature=temperature, seed=number) for number, _ in chosen]
+        return Stats.total(
+            [
+                generate(tiny_target, prompt, proposer=proposer, sampling=sampling, max_new_tokens=16).stats
+                for (_, prompt), sampling in zip(chosen, sampled, strict=True)
+            ]
+        )
+
+    chain = Drafting(tiny_head, StaticTree(tuple((0,) * n for n in range(1, grow.depth + 1))))
+    for prefix, chosen, temperature, proposer in [
+        ("", numbered, 0.0, Drafting(tiny_head, grow)),
+        ("chain/", numbered, 0.0, chain),
+        ("t1/", numbered, 1.0, Drafting(tiny_head, grow)),
+        ("chat/", numbered[:2], 0.0, Drafting(tiny_head, grow)),
+        ("code/chain/", numbered[2:], 0.0, chain),
+        ("chat/t1/", numbered[:2], 1.0, Drafting(tiny_head, grow)),
+    ]:
+        total = expected(chosen, temperature, proposer)
+        assert measured[f"{prefix}tokens_per_step"] == pytest.approx(total.tokens_per_step), prefix
+        rates = [measured[f"{prefix}accept_rate/depth{depth + 1}"] for depth in range(len(total.offered))]
+        assert rates == pytest.approx(total.accept_rates), prefix
+        assert measured[f"{prefix}speedup"] > 0
+    assert not any("t1/chain" in name for name in measured)
 
 
-def test_a_text_that_differs_from_plain_decoding_is_counted(
-    tiny_target: Target, tiny_head: MedusaHead, prompts, fresh_accelerate
-):
-    config = EvalConfig(num_prompts=3, max_new_tokens=8)
-    evaluation = Evaluation(Accelerator(cpu=True), tiny_target, tiny_head, prompts, config)
-    assert evaluation(lambda: False)["mismatches"] == 0
-    evaluation._plain[1] = [0, *evaluation._plain[1]]  # as if plain decoding had said something else before
-    assert evaluation(lambda: False)["mismatches"] == 3  # plain, chain and tree of one prompt
+def test_sampled_texts_differ_from_greedy_ones_and_from_prompt_to_prompt(evaluation):
+    made = evaluation(temperatures=(0.0, 1.0, 0.5))
+    measured = made(lambda: False)
+    assert measured["mismatches"] == 0
+    assert {"t1/tokens_per_step", "t0.5/tokens_per_step_low"} <= measured.keys()
+    texts = {key: tuple(text) for key, text in made._plain.items()}
+    assert len(texts) == 9
+    assert len(set(texts.values())) == 9
 
 
-def test_an_evaluation_gives_up_when_asked(tiny_target: Target, tiny_head: MedusaHead, prompts, fresh_accelerate):
-    config = EvalConfig(num_prompts=3, max_new_tokens=4)
-    evaluation = Evaluation(Accelerator(cpu=True), tiny_target, tiny_head, prompts, config)
-    assert evaluation(lambda: True) is None
-    assert len(evaluation._plain) == 1  # after the first prompt
+def test_a_text_that_differs_from_plain_decoding_is_counted(evaluation):
+    made = evaluation(max_new_tokens=8)
+    assert made(lambda: False)["mismatches"] == 0
+    made._plain[1, 0.0] = [0, *made._plain[1, 0.0]]  # as if plain decoding had said something else before
+    assert made(lambda: False)["mismatches"] == 3  # plain, chain and tree of one prompt
+    made._plain[2, 1.0] = [0, *made._plain[2, 1.0]]
+    assert made(lambda: False)["mismatches"] == 5  # and plain and tree at the other temperature
+
+
+def test_an_evaluation_gives_up_when_asked(evaluation):
+    made = evaluation(max_new_tokens=4)
+    assert made(lambda: True) is None
+    assert {prompt for prompt, _ in made._plain} == {0}  # after the first prompt
+
+
+def row(prompt: int, method: str, steps: int, tokens: int, seconds: float, *accepted: int, **other) -> Decoded:
+    stats = Stats(steps=steps, tokens=tokens, offered=[steps, *accepted][: len(accepted)], seconds=seconds)
+    stats.accepted = list(accepted)
+    return Decoded(prompt, **{"prompt_set": "a", "temperature": 0.0, "same": True, **other}, method=method, stats=stats)
 
 
 def test_rates_are_sums_over_prompts_not_means_of_rates():
-    def row(method: str, steps: int, tokens: int, seconds: float, accepted: int) -> Decoded:
-        stats = Stats(steps=steps, tokens=tokens, offered=[steps], accepted=[accepted], seconds=seconds)
-        return Decoded(method, stats, same=True)
-
-    decoded = [row("plain", 10, 11, 4.0, 0), row("plain", 30, 31, 4.0, 0)]
-    decoded += [row(method, 5, 11, 1.0, 5) for method in ("tree", "chain")]
-    decoded += [row(method, 30, 31, 3.0, 0) for method in ("tree", "chain")]
+    decoded = [row(0, "plain", 10, 11, 4.0), row(1, "plain", 30, 31, 4.0)]
+    decoded += [row(0, method, 5, 11, 1.0, 5, 2) for method in ("tree", "chain")]
+    decoded += [row(1, method, 30, 31, 3.0, 0) for method in ("tree", "chain")]
     figures = summarise(decoded)
     assert figures["tokens_per_step"] == pytest.approx(40 / 35)
+    assert (figures["tokens_per_step_low"], figures["tokens_per_step_high"]) == pytest.approx((1.0, 2.0))
     assert figures["speedup"] == pytest.approx(2.0)
     assert figures["accept_rate/depth1"] == pytest.approx(5 / 35)
+    assert figures["accept_rate/depth2"] == pytest.approx(2 / 5)  # the other prompt never came that far
+    assert (figures["accept_rate/depth1_low"], figures["accept_rate/depth1_high"]) == pytest.approx((0.0, 1.0))
 
 
-def test_the_margin_covers_the_true_ratio_about_19_times_in_20():
-    generator = torch.Generator().manual_seed(0)
-    covered = 0
-    for _ in range(400):
-        steps = torch.randint(20, 60, (40,), generator=generator)
-        tokens = torch.poisson(steps * 1.8, generator=generator)
-        value, margin = ratio(tokens.int().tolist(), steps.tolist())
-        covered += abs(value - 1.8) <= margin
-    assert 0.91 < covered / 400 < 0.98
+def test_figures_do_not_depend_on_who_decoded_which_prompt():
+    decoded = [
+        row(number, method, 5 + number, 11 + number**2 % 7, 1.0 + number, 3, prompt_set="ab"[number > 5])
+        for number in range(12)
+        for method in ("plain", "tree", "chain")
+    ]
+    assert summarise(decoded[18:] + decoded[:18]) == summarise(decoded)
+    assert summarise(decoded)["a/tokens_per_step"] == pytest.approx(
+        sum(10 + number**2 % 7 for number in range(6)) / sum(5 + number for number in range(6))
+    )
+    assert "a/tokens_per_step" not in summarise(decoded[:18])  # a single set has no figures of its own
 
 
-def test_the_ratio_of_one_pair_or_of_no_steps_has_no_margin():
-    assert ratio([3], [2]) == (1.5, 0.0)
-    assert ratio([0, 0], [0, 0]) == (0.0, 0.0)
+def test_the_speed_up_is_over_plain_decoding_at_the_same_temperature():
+    decoded = [row(0, "plain", 10, 11, 4.0), row(0, "tree", 5, 11, 2.0)]
+    decoded += [row(0, "plain", 20, 21, 9.0, temperature=1.0), row(0, "tree", 8, 21, 3.0, temperature=1.0)]
+    figures = summarise(decoded)
+    assert (figures["speedup"], figures["t1/speedup"]) == pytest.approx((2.0, 3.0))
+    assert figures["t1/tokens_per_step"] == pytest.approx(2.5)

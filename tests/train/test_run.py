@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,8 +156,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_loses_nothing(launch: Launc
     folder = config_file.parent / "runs" / "tiny"
     checkpoint = max((folder / "checkpoints").glob("step_*"))
     step = json.loads((checkpoint / "state.json").read_text())["step"]
-    named = folder / f"not_finite_step_{step + 1}.txt"
-    assert len(named.read_text().split()) == 4
+    assert (folder / f"not_finite_step_{step + 1}_process_0.safetensors").exists()
     assert f"{checkpoint.name}" == f"step_{step:06d}"
 
 
@@ -175,6 +175,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_target_loads(
         (("--data.max_length=4096",), r"max_length is 4096, but .* was made for 128"),
         (("--eval.num_prompts=14",), r"14 conversations, and eval.num_prompts=14 .* nothing is left"),
         (("--eval.num_prompts=2", "--eval.max_new_tokens=120"), r"evaluation prompt 8 has \d+ tokens"),
+        (("--eval.prompts=[a/t1.jsonl]",), r"none of chain, accept_rate or t<number>.*\['t1'\]: rename a file"),
+        (("--eval.prompts=[a/b.jsonl,c/b.jsonl]",), r"need names of their own.*\['b', 'b'\]"),
+        (("--eval.temperatures=[0.5,1]",), r"eval.temperatures needs 0, .* got \[0.5, 1.0\]"),
+        (("--data.eval_prompts=a.jsonl",), r"unknown key 'data.eval_prompts'"),
         (("--data.source=nothing.jsonl",), r"nothing\.jsonl: no such file"),
         (("--head.draft_vocab_size=999",), r"draft_vocab_size must be between 1 and the target's 320, got 999"),
     ],
@@ -184,13 +188,29 @@ def test_inputs_that_do_not_fit_are_refused(launch: Launch, arguments: tuple[str
         launch(*arguments)
 
 
-def test_held_out_conversations_are_not_trained_on(launch: Launch, capsys: pytest.CaptureFixture[str], data_file: Path):
+def test_held_out_conversations_are_not_trained_on(launch: Launch, capsys: pytest.CaptureFixture[str]):
     launch("--eval.num_prompts=3", "--optim.steps=1")
-    assert "data: 11 conversations" in capsys.readouterr().out
-    launch("--eval.num_prompts=3", f"--data.eval_prompts={data_file}", "--optim.steps=1", "--run.name=other")
+    assert "data: 11 conversations" in (output := capsys.readouterr().out)
+    assert "evaluation: 3 prompts of held_out" in output
+
+
+def test_each_file_of_prompts_is_a_set_with_figures_of_its_own(
+    launch: Launch, capsys: pytest.CaptureFixture[str], data_file: Path, tmp_path: Path
+):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "the cat"}\n{"turns": ["one two", "three"]}\n')
+    folder = launch("--eval.num_prompts=3", f"--eval.prompts=[{data_file},{questions}]", "--optim.steps=1")
     output = capsys.readouterr().out
     assert "data: 14 conversations" in output
-    assert "3 prompts held out" in output
+    assert "evaluation: 3 prompts of conversations, 2 prompts of questions" in output
+    assert re.search(
+        r"step 1: \d\.\d+ tokens per step \(\d\.\d+ to \d\.\d+\), \d\.\d+ at T = 1; .* 0 mismatches", output
+    )
+    measured = read_notes(folder / "last").measured
+    for prefix in ("", "chain/", "t1/", "conversations/", "questions/chain/", "questions/t1/"):
+        low, value, high = (measured[f"{prefix}tokens_per_step{end}"] for end in ("_low", "", "_high"))
+        assert 1 <= low <= value <= high
+    assert read_notes(folder / "best").measured == measured
 
 
 def test_a_run_in_progress_is_not_started_twice(launch: Launch):
