@@ -7,6 +7,7 @@ terms, and the two pieces that their gradient with respect to the head's logits 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -28,29 +29,31 @@ class Teacher:
         """Normalise [c, U] logits."""
         self.log_p = F.log_softmax(logits, dim=-1).clamp_(min=LOG_FLOOR)
         """[c, U], at least LOG_FLOOR."""
-        self.p = self.log_p.exp()
+        self.p = F.softmax(logits, dim=-1).clamp_(min=math.exp(LOG_FLOOR))
         """[c, U]."""
 
 
 class Chunk:
     """What the K heads and the target say at c positions."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, teacher: Teacher | None, scratch: Tensor | None = None) -> None:
+    def __init__(self, logits: Tensor, labels: Tensor, teacher: Teacher | None, memory: Tensor | None = None) -> None:
         """Normalise the logits of the heads.
 
         Args:
-            logits: [c, K, U], overwritten.
+            logits: [c, K, U], whose memory is computed in.
             labels: [c] columns of the true tokens.
             teacher: The target at the same positions, where an objective needs it.
-            scratch: [c, K, U] memory to compute in; several chunks in turn may use it. New pages cost more than a pass.
+            memory: [2, c, K, U] for log q and q, which several chunks in turn may use; None for new memory, whose first
+                touch costs more than a pass over old.
         """
+        memory = logits.new_empty((2, *logits.shape)) if memory is None else memory
         self.labels = labels
-        self.log_q = F.log_softmax(logits, dim=-1)
+        self.log_q = torch.log_softmax(logits, dim=-1, out=memory[0])
         """[c, K, U], finite where the logits are."""
-        self.q = torch.exp(self.log_q, out=logits)
+        self.q = torch.softmax(logits, dim=-1, out=memory[1])  # faster than exp(log_q)
         """[c, K, U]."""
         self.teacher = teacher
-        self._scratch = torch.empty_like(logits) if scratch is None else scratch
+        self._scratch = logits
         self.overlap = None
         if teacher is not None:
             self.overlap = torch.minimum(self.q, teacher.p[:, None], out=self._scratch).sum(-1).clamp_(max=1)
