@@ -32,19 +32,14 @@ def hidden_states(lm_head: nn.Module, last: Sequence[int] | None) -> Iterator[li
 
 
 @contextmanager
-def features(model: PreTrainedModel, numbers: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Record the outputs of decoder layers, counted from 1, in order.
-
-    Raises:
-        UnsupportedTargetError: If some are wanted and the model's decoder layers cannot be told.
-    """
+def outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Record the outputs of decoder layers, in the order in which they run."""
     captured: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         captured.append(output[0] if isinstance(output, tuple) else output)
 
-    layers = decoder_layers(model) if numbers else nn.ModuleList()
-    handles = [layers[number - 1].register_forward_hook(hook) for number in numbers]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
     try:
         yield captured
     finally:

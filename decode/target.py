@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.capture import features, hidden_states, side_by_side
+from decode.capture import decoder_layers, hidden_states, outputs, side_by_side
 from decode.loading import check_folder, find_device, find_dtype
 from decode.masks import additive_mask
 from decode.packing import PackedLinears
@@ -128,6 +128,14 @@ class Target:
         """Decoder layers."""
         return int(self._config.num_hidden_layers)
 
+    @cached_property
+    def _decoder_layers(self) -> nn.ModuleList:
+        return decoder_layers(self.model)
+
+    def _layers(self, numbers: Sequence[int]) -> list[nn.Module]:
+        """Return decoder layers by their numbers, from 1 on; where none are wanted, none are looked for."""
+        return [self._decoder_layers[number - 1] for number in numbers]
+
     @property
     def max_length(self) -> int:
         """Longest text, prompt included, that the model was made for."""
@@ -197,7 +205,7 @@ class Target:
         """
         self.check_layers(feature_layers)
         last = [length - 1 for length in lengths]
-        with hidden_states(self.lm_head, last) as hidden, features(self.model, feature_layers) as layers:
+        with hidden_states(self.lm_head, last) as hidden, outputs(self._layers(feature_layers)) as layers:
             self.model(input_ids=token_ids.to(self.device), use_cache=False)
         return hidden[0], side_by_side(layers)
 
@@ -237,7 +245,7 @@ class Target:
         mask: Any = self._mask(visible, new, positions, cache.lengths)
         cache.begin(token_ids.shape[1], self.device)
         options = {self._cache_keyword: _TransformersCache(cache), "use_cache": True}
-        with hidden_states(self.lm_head, last) as hidden, features(self.model, feature_layers) as layers:
+        with hidden_states(self.lm_head, last) as hidden, outputs(self._layers(feature_layers)) as layers:
             out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=new, **options)
         return TargetOutput(out.logits, hidden[0], side_by_side(layers))
 

@@ -158,12 +158,13 @@ class _VocabularyLoss(torch.autograd.Function):
         accept = torch.zeros_like(terms) if needs_teacher(losses) else None
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        memory = torch.empty((2, min(n, chunk_size), k, weight.shape[-2]), dtype=exact, device=states.device)
+        sizes = (min(n, chunk_size), k, weight.shape[-2])
+        memory = [states.new_empty(sizes, dtype=exact) for _ in range(2)]
         for start in range(0, n, chunk_size):
             rows = slice(start, min(start + chunk_size, n))
             known = None if accept is None else Teacher(F.linear(teacher[rows], teacher_weight).to(exact))
             logits = _project(states[rows], weight.to(states.dtype)).to(exact)
-            chunk = Chunk(logits, labels[rows], known, memory[:, : len(logits)])
+            chunk = Chunk(logits, labels[rows], known, [part[: len(logits)] for part in memory])
             correct[rows] = chunk.log_q.argmax(-1) == labels[rows, None]
             if accept is not None:
                 accept[rows] = chunk.taught()[1]

@@ -8,7 +8,7 @@ terms, and the two pieces that their gradient with respect to the head's logits 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,17 +36,19 @@ class Teacher:
 class Chunk:
     """What the K heads and the target say at c positions."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, teacher: Teacher | None, memory: Tensor | None = None) -> None:
+    def __init__(
+        self, logits: Tensor, labels: Tensor, teacher: Teacher | None, memory: Sequence[Tensor] | None = None
+    ) -> None:
         """Normalise the logits of the heads.
 
         Args:
             logits: [c, K, U], whose memory is computed in.
             labels: [c] columns of the true tokens.
             teacher: The target at the same positions, where an objective needs it.
-            memory: [2, c, K, U] for log q and q, which several chunks in turn may use; None for new memory, whose first
-                touch costs more than a pass over old.
+            memory: Two tensors [c, K, U] to keep log q and q in, which chunks may use in turn; None for new ones, whose
+                first touch costs more than a pass over old ones.
         """
-        memory = logits.new_empty((2, *logits.shape)) if memory is None else memory
+        memory = [torch.empty_like(logits) for _ in range(2)] if memory is None else memory
         self.labels = labels
         self.log_q = torch.log_softmax(logits, dim=-1, out=memory[0])
         """[c, K, U], finite where the logits are."""
