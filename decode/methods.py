@@ -47,7 +47,9 @@ def methods(
         if number == 0:
             depth = head.drafter().max_depth
             drafts += [Drafting(head, Chain(length)) for length in sorted({min(2, depth), depth})]
-        proposers |= {_label(head.kind, drafting): drafting for drafting in drafts}
+        for drafting in drafts:
+            label = _label(head.kind, drafting)
+            proposers[label if label not in proposers else f"{label} of {folder}"] = drafting
     if draft_model is not None:
         model = DraftModel.from_pretrained(draft_model, target)
         proposers |= {_label("draft model", d): d for d in (Drafting(model, Chain(n)) for n in DRAFT_LENGTHS)}

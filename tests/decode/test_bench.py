@@ -112,3 +112,10 @@ def test_the_command_writes_its_numbers_and_refuses_bad_input(tiny_target, tiny_
     prompts.write_text('{"prompt": "the cat"}\n{"prompt": \n')
     assert main(arguments) == 2
     assert "prompts.jsonl:2" in capsys.readouterr().err
+
+
+def test_two_heads_with_trees_of_one_size_are_both_measured(tiny_target, tiny_head, folder, tmp_path):
+    other = tmp_path / "other"
+    save_head(tiny_head, other, target=tiny_target, notes=HeadNotes(tree=((0,), (0, 0), (0, 0, 0))))
+    runs = methods(tiny_target, [str(folder), str(other)], sampling=Sampling(seed=0), max_new_tokens=5, lookup=3)
+    assert [name for name in runs if "4" in name] == ["medusa tree 4", "medusa chain 4", f"medusa chain 4 of {other}"]
