@@ -98,6 +98,16 @@ def test_only_a_head_that_equals_its_target_has_loss_zero(name):
     assert gradient(OBJECTIVES[name](same), same.q)[:, 0].abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("name", ["tv", "acceptance"])
+def test_rounding_makes_no_negative_loss(name):
+    logits = 2 * torch.randn(50, 1, 500, generator=torch.Generator().manual_seed(0))
+    same = compare(logits, torch.zeros(50, dtype=torch.int64), logits[:, 0])
+    assert same.q.sum(-1).max() > 1  # in float32
+    terms = OBJECTIVES[name](same).terms
+    assert terms.min() >= 0
+    assert terms.max() < 1e-5
+
+
 def test_a_mix_is_the_weighted_sum_whatever_the_order():
     scale = torch.rand(C, K, dtype=torch.float64)
     losses = {name: 0.3 + n for n, name in enumerate(NAMES)}
