@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.tree import TreeShape
+from heads.growing import level_visible
 
 
 def tree_visible(shapes: Sequence[TreeShape], lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -17,19 +18,15 @@ def tree_visible(shapes: Sequence[TreeShape], lengths: Sequence[int], device: to
     Padding nodes of smaller trees see themselves (a softmax over nothing is NaN) and the committed tokens.
     """
     size = max(shape.size for shape in shapes)
-    slots = max(lengths) + size
-    visible = torch.zeros(len(shapes), size, slots, dtype=torch.bool, device=device)
-    for row, (shape, length) in enumerate(zip(shapes, lengths, strict=True)):
-        visible[row, :, :length] = True
-        visible[row, :, length : length + size] = _padded_ancestors(shape, size, device)
-    return visible
+    ancestors = torch.stack([_padded_ancestors(shape, size) for shape in shapes])
+    return level_visible(ancestors.to(device), lengths)
 
 
 @lru_cache(maxsize=256)
-def _padded_ancestors(shape: TreeShape, size: int, device: torch.device) -> Tensor:
+def _padded_ancestors(shape: TreeShape, size: int) -> Tensor:
     mask = torch.eye(size, dtype=torch.bool)
     mask[: shape.size, : shape.size] = shape.ancestors
-    return mask.to(device)
+    return mask
 
 
 def prefill_visible(start: int, size: int, device: torch.device) -> Tensor:

@@ -21,13 +21,14 @@ from heads.unroll import Chains
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(FeatureHeadConfig):
-    """Losses and noise of an EAGLE head; the weights are the paper's, section 4.2 of the first."""
+    """Losses and noise of an EAGLE head; the weights are the paper's (arXiv:2401.15077, section 3.2)."""
 
     feature_weight: float = 1.0
     """Weight of the smooth-L1 distance between the drafted and the target's own feature, averaged over D."""
     losses: Mapping[str, float] = field(default_factory=lambda: {"kl": 0.1})
     noise: float = 0.2
-    """Uniform noise on the target's features in training, of this range for a text of 512 tokens (longer: less)."""
+    """Range of the uniform noise on the target's features in training, against the errors of drafted ones. The paper's
+    code multiplies it by 512 over the text's length; here it is the same for all texts."""
 
     def __post_init__(self) -> None:
         """Reject negative weights."""
@@ -39,7 +40,7 @@ class EagleConfig(FeatureHeadConfig):
 
 
 class EagleHead(FeatureHead):
-    """One decoder layer on `fc([embedding; feature])`, without a norm before its attention or after it."""
+    """One decoder layer on `fc([embedding; feature])`, without an input norm or a final norm."""
 
     Config = EagleConfig
     kind = "eagle"
@@ -66,17 +67,20 @@ class EagleHead(FeatureHead):
         return feature
 
     def output_weight(self) -> Tensor:
-        """[U, D] the target's projection, in the head's precision."""
-        return self.lent_weight().to(self.fc.weight.dtype)
+        """[U, D] the target's projection."""
+        return self.lent_weight()
 
     def perturb(self, hidden: Tensor) -> Tensor:
-        """Add uniform noise, against the errors of drafted features."""
+        """Add uniform noise in training."""
         if not self.training or not self.config.noise:
             return hidden
-        return hidden + (torch.rand_like(hidden) - 0.5) * (self.config.noise * 512 / hidden.shape[1])
+        return hidden + (torch.rand_like(hidden) - 0.5) * self.config.noise
 
     def feature_loss(self, outputs: Tensor, chains: Chains, batch: FeatureBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Compare step k of the chain at p with the target's state at p + 1 + k, where that is supervised."""
+        """Compare step k of the chain at p with the target's state at p + 1 + k, where all up to there is supervised.
+
+        Chains start where some label is in the draft vocabulary; see `heads.unroll.find_chains`.
+        """
         if not self.config.feature_weight:
             return outputs.new_zeros(()), {}
         steps = torch.arange(self.config.unroll, device=outputs.device)
@@ -84,7 +88,8 @@ class EagleHead(FeatureHead):
         inside = places < batch.token_ids.shape[1]
         places = places.clamp(max=batch.token_ids.shape[1] - 1)
         rows = torch.arange(len(places), device=outputs.device)[:, None, None]
-        counted = inside & chains.valid[..., None] & batch.loss_mask[rows, places]
+        supervised = (inside & batch.loss_mask[rows, places]).cumprod(-1).bool()
+        counted = chains.valid[..., None] & supervised
         distance = F.smooth_l1_loss(outputs, batch.hidden[rows, places], reduction="none").mean(-1)  # [B, Q, K]
         total = (distance * counted * self.config.step_decay**steps).sum()
         metric = torch.stack([(distance * counted).sum().detach(), counted.sum()])

@@ -22,8 +22,8 @@ class Eagle3Config(FeatureHeadConfig):
     """Feature layers and losses of an EAGLE-3 head."""
 
     feature_layers: tuple[int, ...] = ()
-    """Decoder layers whose outputs are fused, counted from 1; empty: 2, the middle one, and the fourth from the end
-    (2, n // 2, n - 3 of n), which every engine takes by default."""
+    """Decoder layers whose outputs are fused, counted from 1. The trainer fills in what every engine takes by default:
+    2, n // 2 and n - 3 of the target's n."""
     unroll: int = 4
     own_lm_head: bool = True
     """Whether the head trains an output projection of its own, started from the target's."""
@@ -69,7 +69,7 @@ class Eagle3Head(FeatureHead):
             self.projection.data.copy_(self.lent_weight())
 
     def fuse(self, hidden: Tensor, features: Tensor | None) -> Tensor:
-        """Project the features of the three layers to one."""
+        """Project the features of all layers to one."""
         if features is None:
             raise ValueError(f"EAGLE-3 reads the target's layers {list(self.feature_layers)}, but got no features")
         fused: Tensor = self.fc(features)
@@ -88,7 +88,7 @@ class Eagle3Head(FeatureHead):
 
     def output_weight(self) -> Tensor:
         """[U, D] the head's own projection, or the target's."""
-        return self.lent_weight().to(self.fc.weight.dtype) if self.projection is None else self.projection
+        return self.lent_weight() if self.projection is None else self.projection
 
 
 HEAD = Eagle3Head

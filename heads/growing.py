@@ -46,9 +46,8 @@ def level_visible(ancestors: Tensor, lengths: Sequence[int]) -> Tensor:
         ancestors: [B, W, M] bool: which of the tree's M nodes each of the level's W nodes sees, itself included.
         lengths: Committed tokens of each row.
     """
-    rows, width, size = ancestors.shape
-    visible = ancestors.new_zeros(rows, width, max(lengths) + size)
-    for row, length in enumerate(lengths):
-        visible[row, :, :length] = True
-        visible[row, :, length : length + size] = ancestors[row]
-    return visible
+    _, width, size = ancestors.shape
+    starts = torch.tensor(lengths, device=ancestors.device)[:, None, None]
+    nodes = torch.arange(max(lengths) + size, device=ancestors.device) - starts  # [B, 1, slots] what each slot holds
+    seen = ancestors.gather(2, nodes.clamp(0, size - 1).expand(-1, width, -1))
+    return (nodes < 0) | ((nodes < size) & seen)

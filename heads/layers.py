@@ -1,7 +1,7 @@
 """A Llama-shaped decoder layer for heads that attend to the text (EAGLE, EAGLE-3, Hydra++).
 
-Parameter names are those of Hugging Face's Llama, which the engines read. The layer is cut in two, `project` and
-`finish`, so that one attention pattern serves decoding (a cache), another training (an unroll).
+Parameter names are those of Hugging Face's Llama, which the engines read. Projections, `attend` and `finish` are
+separate steps, because decoding attends to a cache and training to an unroll.
 """
 
 from __future__ import annotations

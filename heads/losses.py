@@ -160,17 +160,18 @@ class _VocabularyLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         sizes = (min(n, chunk_size), k, weight.shape[-2])
         memory = [states.new_empty(sizes, dtype=exact) for _ in range(2)]
+        projection = weight.to(states.dtype)
         for start in range(0, n, chunk_size):
             rows = slice(start, min(start + chunk_size, n))
             known = None if accept is None else Teacher(F.linear(teacher[rows], teacher_weight).to(exact))
-            logits = _project(states[rows], weight.to(states.dtype)).to(exact)
+            logits = _project(states[rows], projection).to(exact)
             chunk = Chunk(logits, labels[rows], known, [part[: len(logits)] for part in memory])
             correct[rows] = chunk.log_q.argmax(-1) == labels[rows, None]
             if accept is not None:
                 accept[rows] = chunk.taught()[1]
             terms[rows], grad_logits = mix(chunk, losses, row_weights[rows].to(exact))
             grad_logits = grad_logits.to(states.dtype)
-            grad_states[rows] = _unproject(grad_logits, weight.to(states.dtype))
+            grad_states[rows] = _unproject(grad_logits, projection)
             if grad_weight is not None:
                 grad_weight += _weight_grad(grad_logits, states[rows], weight)
         ctx.save_for_backward(grad_states, *([] if grad_weight is None else [grad_weight]))

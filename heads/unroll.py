@@ -8,7 +8,7 @@ EAGLE-3, arXiv:2503.01840, section 3.2; its figure 6 is the attention pattern). 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,43 +71,17 @@ def unroll(
     visible = slots <= chains.positions[..., None]  # [B, Q, T - 1]
     queries = attention.queries(_at(inputs, chains.positions), chains.positions)
     outputs = [layer.finish(_at(residuals, chains.positions), attend(queries, keys, values, visible))]
-    own: list[tuple[Tensor, Tensor]] = []
+    itself = torch.eye(chains.positions.shape[1], dtype=torch.bool, device=embedded.device)
     for step in range(1, depth):
         token = _at(embedded, (chains.positions + 1 + step).clamp(max=size))
         inputs, residuals = layer_input(token, outputs[-1])
-        own.append(attention.keys_values(inputs, chains.positions + step))
+        # slots of the text, then of each step's token of every chain, of which a chain sees its own
+        new_keys, new_values = attention.keys_values(inputs, chains.positions + step)
+        keys, values = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
+        visible = torch.cat([visible, itself.expand(len(embedded), -1, -1)], dim=2)
         queries = attention.queries(inputs, chains.positions + step)
-        outputs.append(layer.finish(residuals, attend_with_own(queries, keys, values, visible, own)))
+        outputs.append(layer.finish(residuals, attend(queries, keys, values, visible)))
     return torch.stack(outputs, dim=2)
-
-
-def attend_with_own(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own: Sequence[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """Attend to the committed text and, each chain for itself, to the chain's drafted tokens.
-
-    Args:
-        queries: [B, heads, Q, E], one for each chain.
-        keys: [B, H, S, E] of the text.
-        values: [B, H, S, E].
-        visible: [B, Q, S] bool, what each chain sees of the text.
-        own: Keys and values [B, H, Q, E] of each drafted step: entry q belongs to chain q.
-
-    Returns:
-        [B, heads, Q, E].
-    """
-    b, _, q, e = queries.shape
-    grouped = queries.reshape(b, keys.shape[1], -1, q, e) * e**-0.5  # [B, H, heads / H, Q, E]
-    scores = grouped @ keys[:, :, None].transpose(-1, -2)
-    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-    diagonal = torch.stack([(grouped * key[:, :, None]).sum(-1) for key, _ in own], dim=-1)
-    exact = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.cat([scores, diagonal], dim=-1).softmax(-1, dtype=exact).to(scores.dtype)
-    text = keys.shape[2]
-    mixed = weights[..., :text] @ values[:, :, None]
-    for step, (_, value) in enumerate(own):
-        mixed = mixed + weights[..., text + step, None] * value[:, :, None]
-    return mixed.flatten(1, 2)
 
 
 def _at(x: Tensor, positions: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from train.refused import save_batches
 
 
 class FeatureSource(Protocol):
-    """Where feature batches come from; `data.features.OnlineFeatures` is one."""
+    """Where feature batches come from; `data.features.Features` is one."""
 
     def batch(self, indices: Sequence[int]) -> FeatureBatch:
         """Return the samples at `indices`, padded."""

@@ -7,7 +7,7 @@ from heads import FeatureBatch, create_head
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
 from heads.labels import find_labels
-from heads.unroll import attend_with_own, find_chains, unroll
+from heads.unroll import find_chains, unroll
 
 D, V, DEPTH = 32, 320, 3
 SIZES = {
@@ -88,23 +88,3 @@ def test_the_shortest_texts_train(tiny_target, head, length):
     loss = head(make_batch(tiny_target, head, [length], [0])).loss.detach()
     assert torch.isfinite(loss)
     assert (float(loss) > 0) == (length == 3)
-
-
-def test_own_tokens_are_seen_by_their_own_chain_only():
-    """The fused pattern against one softmax over an explicit list of keys for each chain."""
-    generator = torch.Generator().manual_seed(0)
-    b, heads, kv, q, s, e = 2, 4, 2, 3, 5, 8
-    rand = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
-    queries, keys, values = rand(b, heads, q, e), rand(b, kv, s, e), rand(b, kv, s, e)
-    own = [(rand(b, kv, q, e), rand(b, kv, q, e)) for _ in range(2)]
-    visible = torch.arange(s) <= torch.tensor([[0, 2, 4], [1, 3, 4]])[..., None]
-    out = attend_with_own(queries, keys, values, visible, own)
-    for row in range(b):
-        for head in range(heads):
-            for chain in range(q):
-                group = head // (heads // kv)
-                seen = visible[row, chain]
-                k = torch.cat([keys[row, group, seen], *(key[row, group, chain, None] for key, _ in own)])
-                v = torch.cat([values[row, group, seen], *(value[row, group, chain, None] for _, value in own)])
-                weights = (k @ queries[row, head, chain] / e**0.5).softmax(0)
-                torch.testing.assert_close(out[row, head, chain], weights @ v)

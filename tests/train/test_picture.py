@@ -23,7 +23,7 @@ def evaluation(step: int, **more: float) -> dict[str, float]:
 
 
 def training(step: int) -> dict[str, float]:
-    return {"step": step, "train/loss": 5.0 - step, "train/lr": 0.1, "train/head0/loss": 3.0}
+    return {"step": step, "train/loss": 5.0 - step, "train/lr": 0.1, "train/depth1/loss": 3.0}
 
 
 LINES = [evaluation(0), training(1), training(2), evaluation(2), training(3), evaluation(3)]
