@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from decode import DynamicTree, Target, generate
 from heads import Drafter, FeatureBatch, Head, create_head, head_class
+from heads.layers import RMSNorm
 from train.eagle import default_layers
 from train.new_head import target_sizes
 
@@ -132,6 +133,14 @@ def test_drafts_are_those_of_transformers_own_layer(kind, target):
         tokens, features = torch.cat([tokens, token]), torch.cat([features, own[None]])
 
 
+def test_norms_are_computed_as_in_transformers_in_bfloat16():
+    torch.manual_seed(0)
+    ours, theirs = RMSNorm(D, 1e-3).bfloat16(), LlamaRMSNorm(D, 1e-3).bfloat16()
+    ours.weight.data = theirs.weight.data = torch.randn(D).bfloat16()
+    x = torch.randn(50, D).bfloat16()
+    assert torch.equal(ours(x), theirs(x))
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_in_real_decoding_tokens_states_and_layers_stand_where_transformers_has_them(kind, target, monkeypatch):
     """Layers are 2, n // 2 and n - 3 in transformers' numbers, where 0 is the embedding."""
@@ -164,6 +173,7 @@ def noise_of(head: Head, hidden: Tensor) -> Tensor:
 
 def test_noise_is_uniform_of_the_same_range_for_all_texts(target):
     head = make_head("eagle", target)
+    torch.manual_seed(0)
     hidden = torch.randn(3, 201, D, dtype=torch.float64)
     assert not noise_of(head, hidden).any()
     noise = noise_of(head.train(), hidden)
