@@ -6,6 +6,7 @@ is EAGLE-2 (arXiv:2406.16858; `decode.DynamicTree`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -33,9 +34,9 @@ class EagleConfig(FeatureHeadConfig):
     def __post_init__(self) -> None:
         """Reject negative weights."""
         super().__post_init__()
-        if self.feature_weight < 0 or self.noise < 0:
+        if not (0 <= self.feature_weight < math.inf and 0 <= self.noise < math.inf):
             raise ValueError(
-                f"feature_weight and noise must not be negative, got {self.feature_weight} and {self.noise}"
+                f"feature_weight and noise must be numbers and not negative, got {self.feature_weight} and {self.noise}"
             )
 
 

@@ -6,6 +6,7 @@ p, as the engines do it; its output drafts token p + 2.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class FeatureHeadConfig(LayerConfig):
         super().__post_init__()
         self.check_at_least(1, "max_depth", "unroll", "chunk_size")
         check_losses(self.losses)
+        if not 0 < self.step_decay < math.inf:
+            raise ValueError(f"step_decay must be a number above 0, such as 0.8, got {self.step_decay}")
 
 
 class FeatureHead(Head):

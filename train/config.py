@@ -59,6 +59,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(self.max_length >= 2, f"data.max_length must be at least 2, got {self.max_length}")
         require(self.limit is None or self.limit >= 1, f"data.limit must be null or at least 1, got {self.limit}")
+        require(self.feature_dir != "", "data.feature_dir is empty; name a folder, or null for no folder")
         require(self.feature_memory >= 0, f"data.feature_memory must not be negative, got {self.feature_memory}")
         require(
             self.feature_dir is not None or self.feature_dtype == "target",
