@@ -119,11 +119,6 @@ class SupervisedTokens:
         return "\n".join(lines)
 
 
-def draft_vocabulary(encoded: Sequence[Encoded], vocab_size: int, size: int) -> DraftVocabulary:
-    """Return the `size` tokens that are supervised most often; see `SupervisedTokens.vocabulary`."""
-    return SupervisedTokens(encoded, vocab_size).vocabulary(size)
-
-
 def _supervised(encoded: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
     """Return all supervised tokens, int64, and which of them are the first of an answer."""
     ids, first = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from decode.comparison_table import Summary
@@ -32,7 +31,6 @@ def draw(rows: Sequence[Summary]) -> Figure:
     sets, methods = dict.fromkeys(row.prompts for row in drawn), dict.fromkeys(row.method for row in drawn)
     width = 1.5 + 0.16 * len(methods) * len(sets) + 0.3 * len(sets)
     figure = Figure(figsize=(max(4.0, width) * len(temperatures), 7.0), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(FIGURES), len(temperatures), squeeze=False, sharey="row", sharex=True)
     for axes, (name, interval) in zip(panels, FIGURES.items(), strict=True):
         axes[0].set_ylabel(name)

@@ -100,6 +100,7 @@ class DraftModelDrafter:
     def _start_tree(self, rows: int) -> None:
         device = self._model.device
         self._tokens = torch.empty(rows, 0, dtype=torch.int64, device=device)  # [B, M] nodes below the root
+        self._parents = torch.empty(rows, 0, dtype=torch.int64, device=device)  # [B, M] 0 is the root
         self._tree = GrowingTree(rows, device)
 
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
@@ -119,7 +120,7 @@ class DraftModelDrafter:
 
     def _advance(self, session: Session, texts: Sequence[list[int]]) -> Tensor:
         """Commit the texts, of which drafted nodes may hold a beginning, and return the logits after them: [B, V]."""
-        nodes = list(zip(self._tokens.tolist(), self._tree.parents.tolist(), strict=True))
+        nodes = list(zip(self._tokens.tolist(), self._parents.tolist(), strict=True))
         paths = [_held(tokens, parents, text[:-1]) for (tokens, parents), text in zip(nodes, texts, strict=True)]
         session.commit(paths)
         rest = [text[len(path) :] for text, path in zip(texts, paths, strict=True)]
@@ -138,6 +139,7 @@ class DraftModelDrafter:
         width = token_ids.shape[1]
         level = self._tree.add(parents)  # [B, W, M]
         self._tokens = torch.cat([self._tokens, self._known(token_ids)], dim=1)
+        self._parents = torch.cat([self._parents, parents], dim=1)
         cache.reserve_for(width)
         # behind the context's end lie only nodes that are too deep to be used
         before = torch.tensor(cache.lengths, device=token_ids.device)[:, None] - 1
@@ -150,7 +152,8 @@ class DraftModelDrafter:
         """Keep these rows."""
         assert self._session is not None
         self._session.keep(rows)
-        self._tokens = self._tokens[list(rows)]
+        index = list(rows)
+        self._tokens, self._parents = self._tokens[index], self._parents[index]
         self._tree.keep(rows)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from decode import noise
+from decode.grow import check_depth
 from decode.limits import check_temperature
 from decode.sampling import Sampler
 from decode.tree import TokenTree, tree_shape
@@ -81,10 +82,7 @@ class DynamicTree:
         self, drafter: Drafter, logits: Tensor, roots: Tensor, rows: Sequence[Sampler], *, shared_noise: bool
     ) -> list[TokenTree]:
         """Grow one tree for each row; see `Grow`."""
-        if self.depth > drafter.max_depth:
-            raise ValueError(
-                f"the tree is {self.depth} deep, but the head drafts only {drafter.max_depth} tokens ahead"
-            )
+        check_depth(self.depth, drafter)
         temperature = rows[0].sampling.temperature if self.temperature is None else self.temperature
         if rows[0].sampling.greedy or not shared_noise:
             temperature = 0.0

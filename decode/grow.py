@@ -59,6 +59,16 @@ class Grow(Protocol):
         ...
 
 
+def check_depth(depth: int, drafter: Drafter) -> None:
+    """Refuse a tree that is deeper than a drafter drafts.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if depth > drafter.max_depth:
+        raise ValueError(f"the tree is {depth} deep, but the head drafts only {drafter.max_depth} tokens ahead")
+
+
 @dataclass(frozen=True)
 class StaticTree:
     """The same shape in every step."""
@@ -102,10 +112,7 @@ class StaticTree:
         self, drafter: Drafter, logits: Tensor, roots: Tensor, rows: Sequence[Sampler], *, shared_noise: bool
     ) -> list[TokenTree]:
         """Grow one tree for each row; see `Grow`."""
-        if self.depth > drafter.max_depth:
-            raise ValueError(
-                f"the tree is {self.depth} deep, but the head drafts only {drafter.max_depth} tokens ahead"
-            )
+        check_depth(self.depth, drafter)
         shape, levels = _plan(self.paths, roots.device)
         children = self._children(drafter, rows[0], logits, shared_noise=shared_noise)
         tokens = [roots[:, None]]

@@ -54,8 +54,8 @@ class Eagle3Head(FeatureHead):
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        rows = self.lent_weight().float()
-        self.projection = nn.Parameter(rows.clone()) if config.own_lm_head else None
+        rows = self.lent_weight()
+        self.projection = nn.Parameter(rows.float().clone()) if config.own_lm_head else None
 
     @property
     def feature_layers(self) -> Sequence[int]:

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from heads.base import FeatureBatch, Head, HeadOutput, Lender
 from heads.cache import TreeCache
+from heads.drafter import HeadDrafter
 from heads.growing import GrowingTree, level_visible
 from heads.labels import find_labels
 from heads.layers import DecoderLayer, LayerConfig, attend, read_on
-from heads.losses import check_losses, depth_metrics, vocabulary_loss
+from heads.losses import check_losses, label_loss
 from heads.unroll import Chains, find_chains, unroll
 
 
@@ -102,49 +103,33 @@ class FeatureHead(Head):
         )  # [B, Q, K, D]
         rows = labels.rows[:, None]
         states = outputs[rows, chains.numbers[rows, labels.sources()], torch.arange(depth, device=rows.device)]
-        decay = self.config.step_decay ** torch.arange(depth, device=rows.device)
-        loss, terms, correct, accept = vocabulary_loss(
+        drafted = label_loss(
+            batch,
+            labels,
             self.output_states(states),
             self.output_weight(),
-            labels.columns,
-            batch.hidden[labels.rows, labels.positions - 1],
-            self.lent_weight().to(batch.hidden.dtype),
-            labels.active * decay,
+            self.lent_weight(),
+            decay=self.config.step_decay,
             losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )
         further, metrics = self.feature_loss(outputs, chains, batch)
-        metrics = {**depth_metrics(terms, correct, labels.active, accept), **metrics}
-        return HeadOutput(loss=loss + further, metrics=metrics)
+        return HeadOutput(loss=drafted.loss + further, metrics={**drafted.metrics, **metrics})
 
     def drafter(self) -> FeatureDrafter:
         """Return a fresh drafting state."""
         return FeatureDrafter(self)
 
 
-class FeatureDrafter:
+class FeatureDrafter(HeadDrafter[FeatureHead]):
     """The head's K/V of committed pairs, and the features of the tree grown so far."""
 
     def __init__(self, head: FeatureHead) -> None:
-        self._head = head
+        super().__init__(head, head.config.max_depth)
         self._weight: Tensor | None = None
         self._cache: TreeCache | None = None
         self._features = torch.empty(0)  # [B, 1 + M, D] of the root and of the nodes below it
-
-    @property
-    def max_depth(self) -> int:
-        """See `FeatureHeadConfig.max_depth`."""
-        return self._head.config.max_depth
-
-    @property
-    def vocab_size(self) -> int:
-        """V, of the target."""
-        return self._head.config.vocab_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """[U] target ids of the logit columns, or None."""
-        return self._head.vocabulary
+        self._tree = GrowingTree(0, torch.device("cpu"))
 
     @torch.inference_mode()
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:

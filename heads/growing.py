@@ -12,8 +12,6 @@ class GrowingTree:
     """Nodes below the root of B rows, in the order in which they were added; parents count from 1, the root is 0."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.parents = torch.empty(rows, 0, dtype=torch.int64, device=device)
-        """[B, M]."""
         self.depths = torch.empty(rows, 0, dtype=torch.int64, device=device)
         """[B, M] 1 for the root's children."""
         self.ancestors = torch.empty(rows, 0, 0, dtype=torch.bool, device=device)
@@ -29,14 +27,12 @@ class GrowingTree:
         level = torch.cat([above, itself], dim=2)
         self.ancestors = torch.cat([torch.nn.functional.pad(self.ancestors, (0, width)), level], dim=1)
         self.depths = torch.cat([self.depths, depths], dim=1)
-        self.parents = torch.cat([self.parents, parents], dim=1)
         return level
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         index = list(rows)
-        self.parents, self.depths = self.parents[index], self.depths[index]
-        self.ancestors = self.ancestors[index]
+        self.depths, self.ancestors = self.depths[index], self.ancestors[index]
 
 
 def level_visible(ancestors: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from heads.base import FeatureBatch, Head, HeadOutput, Lender
 from heads.cache import TreeCache
+from heads.drafter import HeadDrafter
 from heads.labels import Labels, find_labels
 from heads.layers import DecoderLayer, LayerConfig, RMSNorm, attend, read_on
-from heads.losses import check_losses, depth_metrics, vocabulary_loss
+from heads.losses import check_losses, label_loss
 from heads.medusa import ResidualBlock
 
 
@@ -109,21 +110,18 @@ class HydraHead(Head):
         The label at position j, predicted by the target's state at j - 1, trains head k from the state at j - 2 - k
         and the tokens from there to j - 1; see `heads.labels` for which labels count.
         """
-        depth = self.config.num_heads
-        labels = find_labels(batch, depth, self.vocabulary)
-        decay = self.config.head_decay ** torch.arange(depth, device=labels.active.device)
-        weight = self.lent_weight().to(batch.hidden.dtype)
-        loss, terms, correct, accept = vocabulary_loss(
+        labels = find_labels(batch, self.config.num_heads, self.vocabulary)
+        weight = self.lent_weight()
+        return label_loss(
+            batch,
+            labels,
             self._states(batch, labels),
             weight,
-            labels.columns,
-            batch.hidden[labels.rows, labels.positions - 1],
             weight,
-            labels.active * decay,
+            decay=self.config.head_decay,
             losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )
-        return HeadOutput(loss=loss, metrics=depth_metrics(terms, correct, labels.active, accept))
 
     def _states(self, batch: FeatureBatch, labels: Labels) -> Tensor:
         """Return what each head makes of the text before each label: [n, K, D]."""
@@ -143,31 +141,16 @@ class HydraHead(Head):
         return HydraDrafter(self)
 
 
-class HydraDrafter:
+class HydraDrafter(HeadDrafter[HydraHead]):
     """What the heads read at each node of the tree's last level, and the prefix layer's K/V of committed states."""
 
     def __init__(self, head: HydraHead) -> None:
-        self._head = head
+        super().__init__(head, head.config.num_heads)
         self._weight: Tensor | None = None
         self._cache: TreeCache | None = None
         self._inputs = torch.empty(0)  # [B, W, (2 + depth) * D]: the state, then the embeddings from the root on
         self._depth = 0
         self._first = 0  # number of the last level's first node
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self._head.config.num_heads
-
-    @property
-    def vocab_size(self) -> int:
-        """V, of the target."""
-        return self._head.config.vocab_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """[U] target ids of the logit columns, or None."""
-        return self._head.vocabulary
 
     @torch.inference_mode()
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heads.base import FeatureBatch, HeadOutput
+from heads.labels import Labels
 from heads.objectives import LOG_FLOOR, OBJECTIVES, TOP_K, Chunk, Teacher, mix
 
 
@@ -44,6 +46,43 @@ def check_losses(losses: Mapping[str, float]) -> None:
 def needs_teacher(losses: Mapping[str, float]) -> bool:
     """Return whether any of the losses compares with the target's distribution, and not with the data alone."""
     return any(weight for name, weight in losses.items() if name != "ce")
+
+
+def label_loss(
+    batch: FeatureBatch,
+    labels: Labels,
+    states: Tensor,
+    weight: Tensor,
+    lent_weight: Tensor,
+    *,
+    decay: float,
+    losses: Mapping[str, float],
+    chunk_size: int,
+) -> HeadOutput:
+    """Return the loss of a head at the labels of a batch, and what it reports of each depth.
+
+    Args:
+        batch: The batch; the target's state before each label is the teacher.
+        labels: n of its positions.
+        states: [n, K, D] what each depth's output projection reads.
+        weight: [U, D] that projection, or [K, U, D].
+        lent_weight: [U, D] the target's.
+        decay: Depth k, from 0, weighs `decay ** k`.
+        losses: Weight of each objective.
+        chunk_size: Labels whose logits exist at one time.
+    """
+    depths = torch.arange(labels.active.shape[1], device=labels.active.device)
+    loss, terms, correct, accept = vocabulary_loss(
+        states,
+        weight,
+        labels.columns,
+        batch.hidden[labels.rows, labels.positions - 1],
+        lent_weight.to(batch.hidden.dtype),
+        labels.active * decay**depths,
+        losses=losses,
+        chunk_size=chunk_size,
+    )
+    return HeadOutput(loss=loss, metrics=depth_metrics(terms, correct, labels.active, accept))
 
 
 def vocabulary_loss(

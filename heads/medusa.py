@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heads.base import FeatureBatch, Head, HeadConfig, HeadOutput, Lender
+from heads.drafter import HeadDrafter
 from heads.labels import find_labels
-from heads.losses import check_losses, depth_metrics, vocabulary_loss
+from heads.losses import check_losses, label_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +75,10 @@ class MedusaHead(Head):
             nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)
         )
-        rows = self.lent_weight().float()
+        rows = self.lent_weight()
         self.projection = None
         if config.own_lm_head:
-            self.projection = nn.Parameter(rows.expand(config.num_heads, -1, -1).clone())  # [K, U, D]
+            self.projection = nn.Parameter(rows.float().expand(config.num_heads, -1, -1).clone())  # [K, U, D]
 
     def set_vocabulary(self, token_ids: Tensor) -> None:
         """Choose the draft vocabulary, and start own projections from its rows; see `Head.set_vocabulary`."""
@@ -97,52 +98,33 @@ class MedusaHead(Head):
         where the label lies in the draft vocabulary (a token outside can never be drafted).
         """
         labels = find_labels(batch, self.config.num_heads, self.vocabulary)
-        rows, active = labels.rows[:, None], labels.active
-        depth = torch.arange(self.config.num_heads, device=active.device)
-        decay = self.config.head_decay**depth
-        weight = self.lent_weight().to(batch.hidden.dtype)
-        gathered = batch.hidden[rows, labels.sources()]  # [n, K, D]
+        weight = self.lent_weight()
+        gathered = batch.hidden[labels.rows[:, None], labels.sources()]  # [n, K, D]
         states = torch.stack([block(gathered[:, k]) for k, block in enumerate(self.blocks)], dim=1)
-        loss, terms, correct, accept = vocabulary_loss(
+        return label_loss(
+            batch,
+            labels,
             states,
             weight if self.projection is None else self.projection,
-            labels.columns,
-            batch.hidden[labels.rows, labels.positions - 1],
             weight,
-            active * decay,
+            decay=self.config.head_decay,
             losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )
-        return HeadOutput(loss=loss, metrics=depth_metrics(terms, correct, active, accept))
 
     def drafter(self) -> MedusaDrafter:
         """Return a fresh drafting state."""
         return MedusaDrafter(self)
 
 
-class MedusaDrafter:
+class MedusaDrafter(HeadDrafter[MedusaHead]):
     """Logits of all depths after the last committed state, and the depth of the tree grown so far."""
 
     def __init__(self, head: MedusaHead) -> None:
-        self._head = head
+        super().__init__(head, head.config.num_heads)
         self._weight: Tensor | None = None
         self._logits = torch.empty(0)
         self._depth = 0
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self._head.config.num_heads
-
-    @property
-    def vocab_size(self) -> int:
-        """V, of the target."""
-        return self._head.config.vocab_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """[U] target ids of the logit columns, or None."""
-        return self._head.vocabulary
 
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Compute all heads at each row's last state; see `Drafter.sync`."""

@@ -8,7 +8,6 @@ Face folders that `python -m decode --draft-model` and other engines load. Examp
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,15 +18,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data.conversations import Encoded
-from decode import DraftModel, Target, UnsupportedTargetError
+from decode import DraftModel, Target
 from decode.draft_model import DraftModelDrafter
 from heads.base import FeatureBatch, Head, HeadConfig, HeadOutput
 from heads.checkpoint import HeadNotes
 from heads.losses import check_losses, needs_teacher, vocabulary_loss
-from train.command_line import load_config
 from train.config import RunConfig, require
 from train.model_folder import save_model
-from train.run import train
+from train.run import run_command
 from train.teacher import check_teacher
 
 
@@ -169,12 +167,8 @@ def save_draft_model(head: Head, path: Path, *, target: Target, notes: HeadNotes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; errors a user can mend are printed without a traceback."""
-    try:
-        config = load_config({"draft_model": DraftModelConfig}, sys.argv[1:] if argv is None else argv, __doc__ or "")
-        train(config, build_draft_model, save_draft_model)
-    except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
-        raise SystemExit(f"error: {error}") from error
+    """Run the command line."""
+    run_command({"draft_model": DraftModelConfig}, build_draft_model, __doc__ or "", argv, save_draft_model)
 
 
 if __name__ == "__main__":

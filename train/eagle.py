@@ -10,17 +10,15 @@ file or on the command line, which wins. Example:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from data.conversations import Encoded
-from decode import Target, UnsupportedTargetError
+from decode import Target
 from heads.base import Head, head_class
-from train.command_line import load_config
 from train.config import ConfigError, RunConfig
 from train.new_head import build_head
-from train.run import train
+from train.run import run_command
 
 HEADS = {kind: head_class(kind).Config for kind in ("eagle3", "eagle")}
 
@@ -52,11 +50,8 @@ def default_layers(target: Target) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; errors a user can mend are printed without a traceback."""
-    try:
-        train(load_config(HEADS, sys.argv[1:] if argv is None else argv, __doc__ or ""), build)
-    except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
-        raise SystemExit(f"error: {error}") from error
+    """Run the command line."""
+    run_command(HEADS, build, __doc__ or "", argv)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,18 @@ file or on the command line, which wins; head.type chooses medusa or hydra. Exam
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from decode import UnsupportedTargetError
 from heads import head_class
-from train.command_line import load_config
 from train.new_head import build_head
-from train.run import train
+from train.run import run_command
 
 HEADS = {kind: head_class(kind).Config for kind in ("medusa", "hydra")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; errors a user can mend are printed without a traceback."""
-    try:
-        train(load_config(HEADS, sys.argv[1:] if argv is None else argv, __doc__ or ""), build_head)
-    except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
-        raise SystemExit(f"error: {error}") from error
+    """Run the command line."""
+    run_command(HEADS, build_head, __doc__ or "", argv)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from heads.files import write_atomically
@@ -51,7 +50,6 @@ def make_figure(lines: Sequence[Line]) -> Figure:
     shown = [(title, series) for title, series in panels if any(name in names for name in series)]
     rows = math.ceil(len(shown) / 2)
     figure = Figure(figsize=(11, 3.5 * max(rows, 1)), layout="constrained")
-    FigureCanvasAgg(figure)
     for place, (title, series) in enumerate(shown, start=1):
         axes = figure.add_subplot(rows, 2, place)
         axes.set_title(title, fontsize="medium")

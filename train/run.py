@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,11 +25,12 @@ from data.feature_plan import contents_for, prepare_folder
 from data.features import Features, OnlineFeatures
 from data.stored_features import StoredFeatures
 from data.vocabulary import SupervisedTokens
-from decode import Target
-from heads.base import Head
+from decode import Target, UnsupportedTargetError
+from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
 from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress
+from train.command_line import load_config
 from train.config import ConfigError, RunConfig, differences, flat, read_flat, to_yaml
 from train.evaluate import Evaluation
 from train.inputs import Inputs, load_inputs
@@ -88,6 +90,28 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
         accelerator.free_memory()
         gc.collect()
         accelerator.end_training()
+
+
+def run_command(
+    heads: Mapping[str, type[HeadConfig]],
+    build_head: BuildHead,
+    description: str,
+    argv: Sequence[str] | None,
+    save: SaveHead = save_head,
+) -> None:
+    """Run a trainer's command line; errors a user can mend are printed without a traceback.
+
+    Args:
+        heads: Head types and their configs, the default first.
+        build_head: Makes the untrained head.
+        description: Shown by `--help`.
+        argv: Arguments; None for those of the process.
+        save: Writes a head folder.
+    """
+    try:
+        train(load_config(heads, sys.argv[1:] if argv is None else argv, description), build_head, save)
+    except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 def _check_processes(accelerator: Accelerator, config: RunConfig) -> None:

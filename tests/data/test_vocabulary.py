@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from data.conversations import Encoded
-from data.vocabulary import SupervisedTokens, draft_vocabulary
+from data.vocabulary import SupervisedTokens
 
 
 def create_encoded(supervised, ignored=()):
     return Encoded([*ignored, *supervised], [False] * len(ignored) + [True] * len(supervised))
+
+
+def draft_vocabulary(samples, vocab_size, size):
+    return SupervisedTokens(samples, vocab_size).vocabulary(size)
 
 
 def test_only_supervised_tokens_count():
