@@ -1,5 +1,5 @@
 # make quickstart   install, get SmolLM2, distil, train Medusa heads, decode with and without them (CPU, about 10 minutes)
-# make test         install and run the tests (4 minutes on 2 idle cores after the install)
+# make test         install and run the tests (5 minutes on 2 idle cores after the install)
 # make test-long    the wide versions of the exactness suites (5 more, and the real model)
 # make lint         ruff and mypy
 #
