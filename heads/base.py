@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,14 +41,18 @@ class HeadConfig:
     """V, of the target."""
     draft_vocab_size: int | None = None
     """U: the head predicts only this many tokens (see `Head.set_vocabulary`); None for the whole vocabulary."""
+    depth_decay: float = 0.8
+    """The loss of tokens drafted at depth k, from 0, weighs `depth_decay ** k` (Medusa's lambda_k)."""
 
     def __post_init__(self) -> None:
-        """Reject a draft vocabulary that is none."""
+        """Reject a draft vocabulary and weights that are none."""
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size must be between 1 and the target's {self.vocab_size}, got {self.draft_vocab_size}; "
                 "leave it out to draft from the whole vocabulary"
             )
+        if not 0 < self.depth_decay < math.inf:
+            raise ValueError(f"depth_decay must be a number above 0, such as 0.8, got {self.depth_decay}")
 
     def check_at_least(self, least: int, *names: str) -> None:
         """Refuse fields that are not integers of at least `least`."""

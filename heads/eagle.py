@@ -92,7 +92,7 @@ class EagleHead(FeatureHead):
         supervised = (inside & batch.loss_mask[rows, places]).cumprod(-1).bool()
         counted = chains.valid[..., None] & supervised
         distance = F.smooth_l1_loss(outputs, batch.hidden[rows, places], reduction="none").mean(-1)  # [B, Q, K]
-        total = (distance * counted * self.config.step_decay**steps).sum()
+        total = (distance * counted * self.config.depth_decay**steps).sum()
         metric = torch.stack([(distance * counted).sum().detach(), counted.sum()])
         return self.config.feature_weight * total, {"feature/loss": metric}
 

@@ -6,7 +6,6 @@ p, as the engines do it; its output drafts token p + 2.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +32,6 @@ class FeatureHeadConfig(LayerConfig):
     """Tokens drafted at most past the root."""
     unroll: int = 1
     """K, the steps of training-time test: 1 trains on the target's features only, more also on the head's own."""
-    step_decay: float = 0.8
-    """Step k's loss weighs `step_decay ** k`."""
     losses: Mapping[str, float] = field(default_factory=lambda: {"kl": 1.0})
     """Weights of the losses over tokens; see `heads.objectives`."""
     chunk_size: int = 256
@@ -45,8 +42,6 @@ class FeatureHeadConfig(LayerConfig):
         super().__post_init__()
         self.check_at_least(1, "max_depth", "unroll", "chunk_size")
         check_losses(self.losses)
-        if not 0 < self.step_decay < math.inf:
-            raise ValueError(f"step_decay must be a number above 0, such as 0.8, got {self.step_decay}")
 
 
 class FeatureHead(Head):
@@ -91,7 +86,7 @@ class FeatureHead(Head):
         return outputs.new_zeros(()), {}
 
     def forward(self, batch: FeatureBatch) -> HeadOutput:
-        """Return the loss summed over label positions and steps, each weighted by `step_decay ** step`."""
+        """Return the loss summed over label positions and steps, each weighted by `depth_decay ** step`."""
         if batch.token_ids.shape[1] < 2:  # no pair of a token and a feature: one of padding
             batch = _padded(batch)
         depth = self.config.unroll
@@ -109,7 +104,7 @@ class FeatureHead(Head):
             self.output_states(states),
             self.output_weight(),
             self.lent_weight(),
-            decay=self.config.step_decay,
+            decay=self.config.depth_decay,
             losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )

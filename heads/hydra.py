@@ -33,8 +33,6 @@ class HydraConfig(LayerConfig):
     """Residual blocks in each head."""
     prefix_layer: bool = False
     """Whether a decoder layer of the target's sizes reads the states of the whole text before the heads do."""
-    head_decay: float = 0.8
-    """Head k's loss weighs `head_decay ** k`."""
     losses: Mapping[str, float] = field(default_factory=lambda: {"ce": 0.2, "kl": 0.8})
     """Weights of the losses; see `heads.objectives`."""
     chunk_size: int = 256
@@ -105,7 +103,7 @@ class HydraHead(Head):
         )
 
     def forward(self, batch: FeatureBatch) -> HeadOutput:
-        """Return the loss summed over label positions and heads, head k's weighted by `head_decay ** k`.
+        """Return the loss summed over label positions and heads, head k's weighted by `depth_decay ** k`.
 
         The label at position j, predicted by the target's state at j - 1, trains head k from the state at j - 2 - k
         and the tokens from there to j - 1; see `heads.labels` for which labels count.
@@ -118,7 +116,7 @@ class HydraHead(Head):
             self._states(batch, labels),
             weight,
             weight,
-            decay=self.config.head_decay,
+            decay=self.config.depth_decay,
             losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )

@@ -31,8 +31,6 @@ class MedusaConfig(HeadConfig):
     own_lm_head: bool = False
     """Whether each head trains an output projection of its own, started from the target's. The default shares the
     target's: a head is then 2 * D * D bytes in bf16, and a step reads the projection once for all heads."""
-    head_decay: float = 0.8
-    """Head k's loss weighs `head_decay ** k` (the paper's lambda_k)."""
     losses: Mapping[str, float] = field(default_factory=lambda: {"ce": 0.2, "kl": 0.8})
     """Weights of the losses over tokens; see `heads.objectives`. "kl" learns the target's whole distribution, not only
     the token that was drawn from it."""
@@ -107,7 +105,7 @@ class MedusaHead(Head):
             states,
             weight if self.projection is None else self.projection,
             weight,
-            decay=self.config.head_decay,
+            decay=self.config.depth_decay,
             losses=self.config.losses,
             chunk_size=self.config.chunk_size,
         )

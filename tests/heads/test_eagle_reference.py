@@ -249,11 +249,11 @@ def brute_force(head: Head, batch: FeatureBatch, target: Target) -> Tensor:
             for k in learnt:
                 teacher = (target.lm_head.weight[reference.vocabulary] @ hidden[p + 1 + k]).detach().log_softmax(-1)
                 kl = (teacher.exp() * (teacher - logits[k].log_softmax(-1))).sum()
-                total = total + config.losses["kl"] * config.step_decay**k * kl
+                total = total + config.losses["kl"] * config.depth_decay**k * kl
             for k in [k for k in range(config.unroll) if mask[p + 1 : p + 2 + k].all() and p + 1 + k < len(ids)]:
                 if head.kind == "eagle":
                     distance = smooth_l1_loss(own[k], hidden[p + 1 + k])
-                    total = total + config.feature_weight * config.step_decay**k * distance
+                    total = total + config.feature_weight * config.depth_decay**k * distance
     return total
 
 
@@ -261,7 +261,7 @@ def brute_force(head: Head, batch: FeatureBatch, target: Target) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_training_loss_and_its_gradient_are_the_brute_forces(variant, unroll, target):
     options = {"feature_weight": 0.4} if VARIANTS[variant][0] == "eagle" else {}
-    head = make_head(variant, target, unroll=unroll, step_decay=0.75, losses={"kl": 0.6}, **options)
+    head = make_head(variant, target, unroll=unroll, depth_decay=0.75, losses={"kl": 0.6}, **options)
     batch = make_batch(head, target, [14, 9, 6], [[0, 1, 7], [3], [5]])
     found, expected = head(batch).loss, brute_force(head, batch, target)
     close(found, expected)

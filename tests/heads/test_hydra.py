@@ -94,7 +94,7 @@ def slow_loss(head: HydraHead, batch: FeatureBatch, ce: float, kl: float):
                 teacher = (head.lm_head.weight[columns] @ hidden[label - 1]).detach().softmax(-1)
                 divergence = (teacher * (teacher.log() - log_probs)).sum()
                 term = ce * -log_probs[columns.index(token)] + kl * divergence
-                loss = loss + config.head_decay**k * term
+                loss = loss + config.depth_decay**k * term
                 for name, value in (("loss", term.item()), ("top1", columns[int(log_probs.argmax())] == token)):
                     metrics[f"depth{k + 1}/{name}"][0] += value
                     metrics[f"depth{k + 1}/{name}"][1] += 1
@@ -105,7 +105,7 @@ def slow_loss(head: HydraHead, batch: FeatureBatch, ce: float, kl: float):
 @pytest.mark.parametrize("prefix", [False, True], ids=["plain", "prefix"])
 @pytest.mark.parametrize("chunk_size", [2, 256])
 def test_loss_gradient_and_metrics_equal_the_definition(tiny_target, vocabulary, prefix, chunk_size):
-    options = {"num_heads": 3, "num_layers": 2, "prefix_layer": prefix, "chunk_size": chunk_size, "head_decay": 0.7}
+    options = {"num_heads": 3, "num_layers": 2, "prefix_layer": prefix, "chunk_size": chunk_size, "depth_decay": 0.7}
     head = make_head(tiny_target, vocabulary=vocabulary, losses={"ce": 0.4, "kl": 0.6}, **options)
     batch = make_batch(vocabulary=vocabulary)
     output = head(batch)
@@ -117,7 +117,7 @@ def test_loss_gradient_and_metrics_equal_the_definition(tiny_target, vocabulary,
     parameters = dict(head.named_parameters())
     found = torch.autograd.grad(output.loss, list(parameters.values()))
     wanted = torch.autograd.grad(expected, list(parameters.values()))
-    # powers of head_decay are float32: 1e-8; so are Hugging Face's rotary angles
+    # powers of depth_decay are float32: 1e-8; so are Hugging Face's rotary angles
     tolerance = {"atol": 1e-6, "rtol": 1e-5} if prefix else {"atol": 1e-7, "rtol": 1e-6}
     for name, a, b in zip(parameters, found, wanted, strict=True):
         torch.testing.assert_close(a, b, **tolerance, msg=lambda text, name=name: f"{name}: {text}")

@@ -67,7 +67,7 @@ def slow_loss(head: MedusaHead, batch: FeatureBatch) -> tuple[torch.Tensor, dict
                 cross_entropy = -log_probs[columns.index(token)]
                 divergence = (teacher * (teacher.log() - log_probs)).sum()
                 term = config.losses["ce"] * cross_entropy + config.losses["kl"] * divergence
-                loss = loss + config.head_decay**k * term
+                loss = loss + config.depth_decay**k * term
                 accept = torch.minimum(teacher, log_probs.exp()).sum()
                 found = (term.item(), columns[int(logits.argmax())] == token, accept.item())
                 for name, value in zip(names, found, strict=True):
@@ -80,7 +80,7 @@ def slow_loss(head: MedusaHead, batch: FeatureBatch) -> tuple[torch.Tensor, dict
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own-lm-head"])
 @pytest.mark.parametrize("chunk_size", [2, 256])
 def test_loss_gradient_and_metrics_equal_the_definition(tiny_target, vocabulary, own, chunk_size):
-    options = {"num_heads": 3, "num_layers": 2, "own_lm_head": own, "chunk_size": chunk_size, "head_decay": 0.7}
+    options = {"num_heads": 3, "num_layers": 2, "own_lm_head": own, "chunk_size": chunk_size, "depth_decay": 0.7}
     head = make_head(tiny_target, vocabulary=vocabulary, losses={"ce": 0.4, "kl": 0.6}, **options)
     batch = make_batch(vocabulary=vocabulary)
     output = head(batch)
@@ -95,7 +95,7 @@ def test_loss_gradient_and_metrics_equal_the_definition(tiny_target, vocabulary,
     found = torch.autograd.grad(output.loss, list(parameters.values()))
     wanted = torch.autograd.grad(expected, list(parameters.values()))
     for name, a, b in zip(parameters, found, wanted, strict=True):
-        # powers of head_decay are float32: 1e-8
+        # powers of depth_decay are float32: 1e-8
         torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
 
 

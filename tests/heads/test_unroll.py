@@ -90,7 +90,7 @@ def test_the_shortest_texts_train(tiny_target, head, length):
     assert (float(loss) > 0) == (length == 3)
 
 
-@pytest.mark.parametrize("setting", [{"step_decay": -1.0}, {"step_decay": float("nan")}, {"noise": float("nan")}])
+@pytest.mark.parametrize("setting", [{"depth_decay": -1.0}, {"depth_decay": float("nan")}, {"noise": float("nan")}])
 def test_weights_that_make_a_negative_loss_or_none_are_refused_by_name(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         EagleConfig(**SIZES, **setting)
