@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedM
 from decode.capture import decoder_layers, hidden_states, outputs, side_by_side
 from decode.loading import check_folder, find_device, find_dtype
 from decode.masks import additive_mask
-from decode.packing import PackedLinears
 from decode.session import Session, TargetOutput
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
+from heads.packing import PackedLinears
 
 
 class Target:
@@ -47,7 +47,7 @@ class Target:
             model: A causal LM with attention "sdpa" or "eager". It is put into eval mode; nothing else of it changes.
             tokenizer: Needed for text prompts, stop strings and text results.
             name: How to call it in head folders; the model's own name by default.
-            pack: On a CPU, pack the float32 linear layers for inference (see `decode.packing`).
+            pack: On a CPU, pack the float32 linear layers for inference (see `heads.packing`).
 
         Raises:
             UnsupportedTargetError: If the model cannot score trees exactly.

@@ -18,12 +18,14 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from heads.packing import project_onto
 
 
 def from_target() -> Any:
@@ -250,6 +252,12 @@ class Head(nn.Module, ABC):
             )
         weight = parameters["weight"].detach()
         return weight if self.vocabulary is None else weight[self.vocabulary.to(weight.device)]
+
+    def lent_projection(self) -> Callable[[Tensor], Tensor]:
+        """Return the target's output projection over the draft vocabulary, [..., D] -> [..., U], for drafting."""
+        weight = self.lent_weight()
+        project = self.lm_head if self.vocabulary is None else project_onto(weight)
+        return lambda states: project(states.to(weight.dtype))
 
     @abstractmethod
     def forward(self, batch: FeatureBatch) -> HeadOutput:

@@ -7,7 +7,7 @@ is EAGLE-2 (arXiv:2406.16858; `decode.DynamicTree`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +70,10 @@ class EagleHead(FeatureHead):
     def output_weight(self) -> Tensor:
         """[U, D] the target's projection."""
         return self.lent_weight()
+
+    def output_projection(self) -> Callable[[Tensor], Tensor]:
+        """Return the target's."""
+        return self.lent_projection()
 
     def perturb(self, hidden: Tensor) -> Tensor:
         """Add uniform noise in training."""

@@ -6,7 +6,7 @@ on its own outputs (`heads.unroll`), and has a norm and an output projection of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,13 @@ class Eagle3Config(FeatureHeadConfig):
     own_lm_head: bool = True
     """Whether the head trains an output projection of its own, started from the target's."""
 
+    def __post_init__(self) -> None:
+        """Reject layers in no order."""
+        super().__post_init__()
+        layers = list(self.feature_layers)
+        if layers != sorted(set(layers)) or (layers and layers[0] < 1):
+            raise ValueError(f"feature_layers must be ascending numbers of decoder layers, from 1 on, got {layers}")
+
 
 class Eagle3Layer(DecoderLayer):
     """A decoder layer whose attention reads a normalised token and a normalised feature side by side."""
@@ -44,7 +51,7 @@ class Eagle3Head(FeatureHead):
     Config = Eagle3Config
     kind = "eagle3"
     config: Eagle3Config
-    projection: nn.Parameter | None
+    projection: nn.Linear | None
 
     def __init__(self, config: Eagle3Config, target: Lender) -> None:
         super().__init__(config, target)
@@ -54,8 +61,11 @@ class Eagle3Head(FeatureHead):
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.projection = None
         rows = self.lent_weight()
-        self.projection = nn.Parameter(rows.float().clone()) if config.own_lm_head else None
+        if config.own_lm_head:
+            self.projection = nn.Linear(size, len(rows), bias=False)
+            self.projection.weight.data.copy_(rows)
 
     @property
     def feature_layers(self) -> Sequence[int]:
@@ -66,7 +76,7 @@ class Eagle3Head(FeatureHead):
         """Choose the draft vocabulary, and start an own projection from its rows; see `Head.set_vocabulary`."""
         super().set_vocabulary(token_ids)
         if self.projection is not None:
-            self.projection.data.copy_(self.lent_weight())
+            self.projection.weight.data.copy_(self.lent_weight())
 
     def fuse(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """Project the features of all layers to one."""
@@ -88,7 +98,11 @@ class Eagle3Head(FeatureHead):
 
     def output_weight(self) -> Tensor:
         """[U, D] the head's own projection, or the target's."""
-        return self.lent_weight() if self.projection is None else self.projection
+        return self.lent_weight() if self.projection is None else self.projection.weight
+
+    def output_projection(self) -> Callable[[Tensor], Tensor]:
+        """Return the head's own, or the target's."""
+        return self.lent_projection() if self.projection is None else self.projection
 
 
 HEAD = Eagle3Head

@@ -7,7 +7,7 @@ p, as the engines do it; its output drafts token p + 2.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,7 +75,11 @@ class FeatureHead(Head):
 
     @abstractmethod
     def output_weight(self) -> Tensor:
-        """[U, D] the output projection."""
+        """[U, D] the output projection, for training."""
+
+    @abstractmethod
+    def output_projection(self) -> Callable[[Tensor], Tensor]:
+        """Return the output projection, [..., D] -> [..., U], for drafting."""
 
     def perturb(self, hidden: Tensor) -> Tensor:
         """Return the target's states as training shows them to the head; by default as they are."""
@@ -121,7 +125,7 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
 
     def __init__(self, head: FeatureHead) -> None:
         super().__init__(head, head.config.max_depth)
-        self._weight: Tensor | None = None
+        self._project: Callable[[Tensor], Tensor] | None = None
         self._cache: TreeCache | None = None
         self._features = torch.empty(0)  # [B, 1 + M, D] of the root and of the nodes below it
         self._tree = GrowingTree(0, torch.device("cpu"))
@@ -131,7 +135,7 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
         """Store the K/V of the new pairs and draft from the last; see `Drafter.sync`."""
         if self._cache is None:
             self._cache = TreeCache(len(lengths), 2 * max(lengths))
-            self._weight = self._head.output_weight().detach()
+            self._project = self._head.output_projection()
         dtype = self._head.dtype
         fused = self._head.fuse(hidden.to(dtype), None if features is None else features.to(dtype))
         inputs, residuals = self._head.layer_input(self._head.embedded(token_ids[:, 1:]), fused)
@@ -160,8 +164,8 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
         return self._logits(new)
 
     def _logits(self, features: Tensor) -> Tensor:
-        assert self._weight is not None
-        return F.linear(self._head.output_states(features).to(self._weight.dtype), self._weight)
+        assert self._project is not None
+        return self._project(self._head.output_states(features))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows."""

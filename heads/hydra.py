@@ -7,7 +7,7 @@ prefix layer, which attends to the states of the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -144,7 +144,7 @@ class HydraDrafter(HeadDrafter[HydraHead]):
 
     def __init__(self, head: HydraHead) -> None:
         super().__init__(head, head.config.num_heads)
-        self._weight: Tensor | None = None
+        self._project: Callable[[Tensor], Tensor] | None = None
         self._cache: TreeCache | None = None
         self._inputs = torch.empty(0)  # [B, W, (2 + depth) * D]: the state, then the embeddings from the root on
         self._depth = 0
@@ -155,8 +155,8 @@ class HydraDrafter(HeadDrafter[HydraHead]):
         """Start at each row's last state and root; see `Drafter.sync`."""
         head = self._head
         rows, count = torch.arange(len(lengths), device=hidden.device), torch.tensor(lengths, device=hidden.device)
-        if self._weight is None:
-            self._weight = head.lent_weight()
+        if self._project is None:
+            self._project = head.lent_projection()
         if head.prefix is None:
             state = hidden[rows, count - 1].to(head.dtype)
         else:
@@ -180,9 +180,8 @@ class HydraDrafter(HeadDrafter[HydraHead]):
 
     def _logits(self) -> Tensor:
         """Run the level's head: [B, W, U]."""
-        assert self._weight is not None
-        states: Tensor = self._head.blocks[self._depth](self._inputs)
-        return F.linear(states.to(self._weight.dtype), self._weight)
+        assert self._project is not None
+        return self._project(self._head.blocks[self._depth](self._inputs))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows."""

@@ -160,6 +160,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Te
         [B, heads, N, E].
     """
     groups = queries.shape[1] // keys.shape[1]
-    if groups > 1:
+    shares = groups > 1 and queries.device.type == "cpu"  # elsewhere no fused kernel takes groups and a mask together
+    if groups > 1 and not shares:
         keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None])
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None], enable_gqa=shares)

@@ -7,7 +7,7 @@ tree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -110,6 +110,13 @@ class MedusaHead(Head):
             chunk_size=self.config.chunk_size,
         )
 
+    def output_projection(self) -> Callable[[Tensor], Tensor]:
+        """Return the output projection, [B, K, D] -> [B, K, U], for drafting."""
+        own = self.projection
+        if own is None:
+            return self.lent_projection()
+        return lambda states: torch.einsum("bkd,kud->bku", states, own)
+
     def drafter(self) -> MedusaDrafter:
         """Return a fresh drafting state."""
         return MedusaDrafter(self)
@@ -120,21 +127,17 @@ class MedusaDrafter(HeadDrafter[MedusaHead]):
 
     def __init__(self, head: MedusaHead) -> None:
         super().__init__(head, head.config.num_heads)
-        self._weight: Tensor | None = None
+        self._project: Callable[[Tensor], Tensor] | None = None
         self._logits = torch.empty(0)
         self._depth = 0
 
+    @torch.inference_mode()
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Compute all heads at each row's last state; see `Drafter.sync`."""
-        if self._weight is None:
-            own = self._head.projection
-            self._weight = self._head.lent_weight() if own is None else own.detach()
+        if self._project is None:
+            self._project = self._head.output_projection()
         last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]  # [B, D]
-        states = self._head.states(last.to(self._head.dtype)).to(self._weight.dtype)
-        if self._weight.dim() == 2:
-            self._logits = F.linear(states, self._weight)  # [B, K, U]
-        else:
-            self._logits = torch.einsum("bkd,kud->bku", states, self._weight)
+        self._logits = self._project(self._head.states(last.to(self._head.dtype)))
         self._depth = 0
         return self._logits[:, 0]
 

@@ -58,7 +58,7 @@ class Transformers:
             for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
                 setattr(self.layer.self_attn, name, nn.Linear(2 * D, heads * SHAPE["head_dim"], bias=False))
             self.norm, self.lm_head = LlamaRMSNorm(D, SHAPE["rms_norm_eps"]), nn.Linear(D, V, bias=False)
-            self.norm.weight.data, self.lm_head.weight.data = head.norm.weight.data, head.projection.data
+            self.norm.weight.data, self.lm_head.weight.data = head.norm.weight.data, head.projection.weight.data
         self.layer.load_state_dict(weights, strict=True)
         self.layer.double()
 

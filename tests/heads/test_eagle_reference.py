@@ -45,7 +45,7 @@ class Reference:
         self.embedding = target.embed.weight.detach()
         self.vocabulary = self.weights.get("vocabulary", torch.arange(V))
         lent = target.lm_head.weight.detach()[self.vocabulary]
-        self.lm_head = self.weights.get("projection", lent)
+        self.lm_head = self.weights.get("projection.weight", lent)
         self.fused = "norm.weight" in self.weights
 
     def draft(self, ids: Tensor, states: Tensor, drafted: list[int]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ since falls back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,14 +26,9 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[tuple[nn.Linear, _PackedForward]] = []
-        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            for module in model.modules():
-                if (
-                    type(module) is nn.Linear
-                    and module.weight.device.type == "cpu"
-                    and module.weight.dtype == torch.float32
-                ):
-                    self._layers.append((module, _PackedForward(module)))
+        for module in model.modules():
+            if type(module) is nn.Linear and _can_pack(module.weight):
+                self._layers.append((module, _PackedForward(module)))
         self.enable()
 
     def __len__(self) -> int:
@@ -62,6 +57,19 @@ class PackedLinears:
             yield
         finally:
             self.enable()
+
+
+def project_onto(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that multiplies [..., in] by `weight`, [out, in] as it is now; packed where that can be."""
+    if not _can_pack(weight):
+        return lambda x: nn.functional.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _can_pack(weight: Tensor) -> bool:
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 class _PackedForward:
