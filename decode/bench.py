@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from decode.comparison import main as compare_heads
-from decode.measure import ALL, Result, longest, machine, markdown, measure, read_sets, to_ids
+from decode.measure import ALL, Result, longest, machine, markdown, measure, read_sets, to_ids, write_report
 from decode.methods import HF, HF_PACKED, Run, methods, select
 from decode.results import Stats
 from decode.sampling import Sampling
@@ -152,8 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     print(markdown(rows))
     print("\nshare of time:", json.dumps(report["profile"], indent=1), sep="\n")
     print("", *report["differences"], report["machine"], sep="\n")
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.out is not None and not write_report(args.out, report):
+        return 2
     return 1 if any(result.unexcused for result in results if result.method not in (HF, HF_PACKED)) else 0
 
 

@@ -5,8 +5,9 @@ model's chain and plain decoding, on the same prompts and one target object, gre
 by every method in turn, in an order that rotates, and each text is compared with plain decoding's of the same
 temperature and seed, token for token. Intervals are 95 % bootstrap intervals over prompts.
 
-DIR gets raw.jsonl (a line for each prompt and temperature), comparison.json and comparison.png. A killed run continues
-with the same command. The exit status is 1 if a text differs without a near tie, 2 for bad input.
+DIR gets raw.jsonl (a line for each prompt and temperature), comparison.json and comparison.png. A run that was killed,
+or found the disk full, continues with the same command. The exit status is 1 if a text differs without a near tie, 2
+for bad input and for files that cannot be written.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Comparison:
             temperature: our_runs(self.target, {"plain": None, **counting}, sampling, self.max_new_tokens)
             for temperature, sampling in samplings.items()
         }
-        todo = [key for key in keys if key not in log.answers]
+        todo = [key for key in keys if not self.proposers.keys() <= log.answers.get(key, {}).keys()]
         if todo:
             self._warm_up(samplings)
         progress = tqdm(todo, total=len(keys), initial=len(keys) - len(todo), desc="compare", unit="prompt")
@@ -186,10 +187,19 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        results = comparison.run(log)
+        return _report(args.out, comparison, comparison.run(log), " ".join(["python -m decode.bench compare", *argv]))
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         return 130
+    except OSError as error:
+        print(
+            f"error: cannot write to {args.out} ({error}); the same command continues: nothing is lost", file=sys.stderr
+        )
+        return 2
+
+
+def _report(folder: Path, comparison: Comparison, results: Mapping[float, Sequence[Result]], command: str) -> int:
+    """Print and write the results and return the command's exit status."""
     rows = summarise(results)
     differences = [
         f"T={temperature:g}, {result.method}: {line}"
@@ -199,8 +209,8 @@ def main(argv: list[str]) -> int:
     ]
     place = machine(comparison.target)
     print(tables(rows), "", *differences, place, sep="\n")
-    _write(args.out, rows, results, {"command": " ".join(["python -m decode.bench compare", *argv]), "machine": place})
-    print(f"wrote comparison.json and comparison.png to {args.out}")
+    _write(folder, rows, results, {"command": command, "machine": place})
+    print(f"wrote comparison.json and comparison.png to {folder}")
     return 1 if any(result.unexcused for found in results.values() for result in found) else 0
 
 

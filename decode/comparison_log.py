@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -39,24 +40,24 @@ class ComparisonLog:
         self._path = path
         self.answers: dict[Key, dict[str, Answer]] = {}
         """By method, for every key that was measured."""
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a kill may have torn the last line
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]  # a kill or a full disk may have torn the last line
         if not whole:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
             return
         try:
             first, *others = map(json.loads, whole.splitlines())
-            written = first["settings"]
+            written = dict(first["settings"])
             self.answers = dict(map(_read, others))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # of JSON and UTF-8 too
             raise ValueError(f"{path} holds no comparison ({error!r}); give another --out, or delete it") from error
         changed = [name for name in {**written, **settings} if written.get(name) != settings.get(name)]
         if changed:
             lines = [f"{name} was {written.get(name)} and is {settings.get(name)}" for name in changed]
             raise ValueError(f"{path} was written by another command: {'; '.join(lines)}; give another --out")
-        if whole != text:
-            path.write_text(whole, encoding="utf-8")
+        if whole != content:
+            os.truncate(path, len(whole))
 
     def append(self, key: Key, answers: dict[str, Answer]) -> None:
         """Add one prompt's answers, at once."""

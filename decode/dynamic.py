@@ -78,6 +78,11 @@ class DynamicTree:
             )
         return cls(**settings)
 
+    @property
+    def max_nodes(self) -> int:
+        """Nodes for which there must be room: `size`, or what depth and width can fill if that is less."""
+        return min(self.size, 1 + self.width + (self.depth - 1) * self.width**2)
+
     def __call__(
         self, drafter: Drafter, logits: Tensor, roots: Tensor, rows: Sequence[Sampler], *, shared_noise: bool
     ) -> list[TokenTree]:

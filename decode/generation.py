@@ -190,7 +190,7 @@ def _check_drafting(target: Target, drafting: Drafting, rule: AcceptRule, length
     if isinstance(rule, Block) and drafting.grow.width > 1:
         raise ValueError(
             f"block verification is for chains, but the drafts are a tree in which a node has {drafting.grow.width} "
-            "children; give grow=Chain(length), or use accept='rejection'"
+            "children; give grow=Chain(length) (--tree-width 1 on the command line), or use accept='rejection'"
         )
     if isinstance(drafting.head, DraftModel) and drafting.head.target is not target:
         raise ValueError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -138,6 +141,18 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> str:
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
     return "\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]])
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> bool:
+    """Write what a command measured, as JSON, and return True; where that fails, print it: measuring took long."""
+    text = json.dumps(report, indent=1) + "\n"
+    try:
+        path.write_text(text)
+    except OSError as error:
+        print(text, end="")
+        print(f"error: cannot write {path} ({error}); the report went to standard output", file=sys.stderr)
+        return False
+    return True
 
 
 def machine(target: Target) -> dict[str, str]:

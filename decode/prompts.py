@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from decode.target import Target
 
@@ -42,10 +44,13 @@ def to_token_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
     Messages are rendered with the opening of the assistant's answer behind them.
 
     Raises:
-        ValueError: If the prompt is empty, needs a tokenizer that is not there, or holds ids outside the vocabulary.
+        ValueError: If it is no prompt or empty, needs a tokenizer that is not there, or holds ids outside the
+            vocabulary.
     """
     if isinstance(prompt, Tensor):
         prompt = prompt.tolist()
+    if not isinstance(prompt, str | Sequence):
+        raise ValueError(f"a prompt is text, token ids or chat messages, got {prompt!r}")
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], int):
         ids = [int(token) for token in prompt if isinstance(token, int)]
         if len(ids) < len(prompt):
@@ -59,29 +64,33 @@ def to_token_ids(target: Target, prompt: Prompt, *, raw: bool) -> list[int]:
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise ValueError("a text prompt needs a tokenizer: pass token ids, or Target(model, tokenizer)")
-    messages: Sequence[Message] | None = None
-    if isinstance(prompt, str):
-        if not raw and tokenizer.chat_template is not None:
-            messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = prompt  # type: ignore[assignment]
-        if raw:
-            raise ValueError("raw=True takes text as it is, but got chat messages, which only a template can render")
-        if tokenizer.chat_template is None:
-            raise ValueError("chat messages need a chat template, which this tokenizer has not; pass text")
-    if messages is None:
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        try:
-            turns = [dict(message) for message in messages]
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        # the template writes the special tokens itself
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    plain = isinstance(prompt, str) and (raw or tokenizer.chat_template is None)
+    text = prompt if isinstance(prompt, str) and plain else _render(tokenizer, prompt, raw=raw)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not Unicode text ({error}); correct its encoding") from error
+    # a template writes the special tokens itself
+    ids = list(tokenizer(text, add_special_tokens=plain)["input_ids"])
     if not ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens")
     return ids
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, raw: bool) -> str:
+    """Return what the chat template makes of text or messages, up to the opening of the answer."""
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f"a prompt is text, token ids or chat messages, got {reprlib.repr(prompt)}")
+    if raw:
+        raise ValueError("raw=True takes text as it is, but got chat messages, which only a template can render")
+    if tokenizer.chat_template is None:
+        raise ValueError("chat messages need a chat template, which this tokenizer has not; pass text")
+    try:
+        turns = [dict(message) for message in messages]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: it adds contents that are no text
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
 
 
 def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
@@ -95,15 +104,15 @@ def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
     if limit is not None and limit < 1:
         raise ValueError(f"at least 1 prompt must be read, got a limit of {limit}")
     prompts: list[Prompt] = []
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(prompts) == limit:
                 break
             if not line.strip():
                 continue
             try:
-                prompt = _to_prompt(json.loads(line))
-            except (json.JSONDecodeError, TypeError, KeyError, IndexError) as error:
+                prompt = _to_prompt(json.loads(line.decode()))
+            except (ValueError, TypeError, KeyError, IndexError) as error:  # of JSON and UTF-8 too
                 raise ValueError(
                     f"{path}:{number}: expected a JSON object with `messages`, `conversations`, `turns` or `prompt` "
                     f"({error!r}); mend or delete the line"
@@ -120,10 +129,30 @@ def _to_prompt(row: Mapping[str, Any]) -> Prompt:
         messages = [{"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in row["conversations"]]
     elif "messages" in row:
         messages = list(row["messages"])
+    elif "turns" in row:
+        if not isinstance(row["turns"], list):
+            raise ValueError("`turns` is not a list")
+        return _checked(row["turns"][0])
     else:
-        prompt: Prompt = row["turns"][0] if "turns" in row else row["prompt"]
-        return prompt
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        return _checked(row["prompt"])
+    return _checked(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+
+
+def _checked(prompt: Any) -> Prompt:
+    """Return what a file gives as a prompt if it is one.
+
+    Raises:
+        ValueError: If it is not, or no Unicode text (JSON can spell half a character).
+    """
+    kinds = {type(item) for item in prompt} if isinstance(prompt, list) else set()
+    is_chat = kinds == {dict} and all(
+        isinstance(message.get("role"), str) and isinstance(message.get("content"), str | list) for message in prompt
+    )
+    if not (is_chat or kinds == {int} or (isinstance(prompt, str) and prompt.strip())):
+        raise ValueError(f"{reprlib.repr(prompt)} is no text, token ids or messages with `role` and `content`")
+    json.dumps(prompt, ensure_ascii=False).encode()
+    found: Prompt = prompt
+    return found
 
 
 def token_limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode.checks import StateError, assert_close
 from decode.dynamic import DynamicTree
-from decode.grow import Chain, Grow, StaticTree
+from decode.grow import LONGEST_CHAIN, Chain, Grow, StaticTree
 from decode.sampling import Sampler
 from decode.tree import TokenTree, chain_shape
 from heads import Drafter
@@ -124,7 +124,7 @@ class Drafting:
     @property
     def max_nodes(self) -> int:
         """Largest tree, root included."""
-        return self.grow.size
+        return self.grow.max_nodes if isinstance(self.grow, DynamicTree) else self.grow.size
 
     @property
     def feature_layers(self) -> Sequence[int]:
@@ -177,10 +177,10 @@ class PromptLookup:
 
     def __post_init__(self) -> None:
         """Reject settings that find nothing."""
-        if self.length < 1 or not 1 <= self.min_ngram <= self.max_ngram:
+        if not 1 <= self.length <= LONGEST_CHAIN or not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
-                f"prompt lookup needs length >= 1 and 1 <= min_ngram <= max_ngram, got length {self.length}, "
-                f"min_ngram {self.min_ngram}, max_ngram {self.max_ngram}"
+                f"prompt lookup needs length >= 1 and <= {LONGEST_CHAIN}, and 1 <= min_ngram <= max_ngram, got length "
+                f"{self.length}, min_ngram {self.min_ngram}, max_ngram {self.max_ngram}"
             )
 
     @property

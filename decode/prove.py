@@ -28,7 +28,6 @@ The exit status is 0 if all checks pass, 1 if one fails, 2 if the input is wrong
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -40,7 +39,7 @@ from decode.draft_model import DraftModel
 from decode.dynamic import DynamicTree
 from decode.generation import DRAFT_LENGTH, stream
 from decode.grow import Chain, Grow, StaticTree
-from decode.measure import machine
+from decode.measure import machine, write_report
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.proofs import TEMPERATURE, Check, Options, Settings, prove
 from decode.propose import PromptLookup
@@ -233,7 +232,8 @@ def main(argv: list[str] | None = None) -> int:
         command = " ".join(["python -m decode.prove", *(argv or sys.argv[1:])])
         written: dict[str, Any] = {"command": command, "machine": place, **facts, "settings": asdict(settings)}
         written |= {"checks": [asdict(check) for check in checks], "passed": passed}
-        args.out.write_text(json.dumps(written, indent=1) + "\n")
+        if not write_report(args.out, written):
+            return 2
     return 0 if passed else 1
 
 

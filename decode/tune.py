@@ -8,6 +8,7 @@ head's folder, where `generate` finds it. For heads whose guesses depend on the 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ from decode.results import Generation
 from decode.target import Target
 from decode.tree import TokenTree, tree_shape
 from heads import Head, load_head, read_notes, write_notes
+from heads.checkpoint import CONFIG
 
 
 @torch.inference_mode()
@@ -144,12 +146,15 @@ def main(argv: list[str] | None = None) -> int:
         head = load_head(args.head, target)
         if not head.depth_only:
             raise ValueError(
-                f"the drafts of a {head.kind} head depend on the tokens drafted before them, and tune counts on fixed "
-                "ranks; keep the head's dynamic tree, or try others with `python -m decode --tree-depth … --tree-width "
-                "… --tree-size … --tree-confidence …` and write the best as `tree` into the head's config.json"
+                "tune measures trees for heads whose guesses depend on the depth only, as Medusa's, but those of a "
+                f"{head.kind} head depend on the tokens drafted before them too; try trees with `python -m decode "
+                f"{args.target} --head {args.head} --tree-depth … --tree-width … --tree-size …` and write the settings "
+                'of the fastest into its config.json, such as "tree": {"depth": 4, "width": 4, "size": 10}'
             )
         ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
         token_limits(target, ids, args.max_new_tokens)
+        if sizes[-1] >= target.max_length:
+            raise ValueError(f"a tree of {sizes[-1]} nodes is not below the target's context, {target.max_length}")
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -169,7 +174,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"drafting and bookkeeping cost {draft_seconds / costs[1]:.2f} of a plain step")
     best = next(choice for choice in choices if args.size in (None, choice.size))
     folder = Path(args.head)
-    write_notes(folder, replace(read_notes(folder), tree=best.paths))
+    try:
+        write_notes(folder, replace(read_notes(folder), tree=best.paths))
+    except OSError as error:
+        found = json.dumps(best.paths)
+        print(f'error: {error}; put this into {folder / CONFIG} yourself: "tree": {found}', file=sys.stderr)
+        return 2
     print(f"wrote the tree of {len(best.paths) + 1} nodes to {folder}")
     if best.speedup <= 1:
         print("drafting does not pay on this machine and text: no tree is predicted to beat plain decoding")

@@ -6,17 +6,20 @@ Nothing is loaded by halves: every key and size is checked, and a head is refuse
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from heads.base import Head, Lender, Tree, head_class
+from heads.base import Head, HeadConfig, Lender, Tree, head_class
 from heads.files import write_atomically
+from heads.packing import PackedLinears
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 1
@@ -83,7 +86,7 @@ def write_notes(path: str | Path, notes: HeadNotes) -> None:
 def load_head(
     path: str | Path, target: Lender, *, dtype: torch.dtype = torch.float32, check_target: bool = True
 ) -> Head:
-    """Load the head folder `path` for `target`.
+    """Load the head folder `path` for `target`, on a CPU with its linear layers packed (`heads.packing`).
 
     Args:
         path: A folder written by `save_head`.
@@ -99,14 +102,8 @@ def load_head(
     folder = Path(path)
     config = _read_config(folder)
     kind = head_class(config["type"])
-    known = {entry.name for entry in fields(kind.Config)}
-    unknown = sorted(set(config["config"]) - known)
-    if unknown:
-        raise ValueError(
-            f"{folder / CONFIG}: unknown fields {unknown} for head type {config['type']!r}; known: {sorted(known)}"
-        )
     try:
-        head_config = kind.Config(**config["config"])
+        head_config = kind.Config(**_read_fields(kind.Config, config["config"]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} does not describe a {config['type']} head: {error}") from error
     _check_target(folder, config["target"], head_config.hidden_size, head_config.vocab_size, target, check_target)
@@ -119,13 +116,23 @@ def load_head(
         ) from None
     except SafetensorError as error:
         raise ValueError(f"{weights} is damaged ({error}); copy or train the head again") from error
-    head = kind(head_config, target)
+    try:
+        head = kind(head_config, target)
+    except (RuntimeError, ValueError) as error:  # RuntimeError: sizes that no memory holds
+        raise ValueError(f"cannot make the {config['type']} head of {folder}: {error}") from error
     _check_keys(weights, head, state)
+    if head.vocabulary is not None:
+        try:
+            head.set_vocabulary(state["vocabulary"].long())
+        except ValueError as error:
+            raise ValueError(f"{weights} is damaged: {error}; copy or train the head again") from error
     head.load_state_dict(state, strict=True)
     if config["tree"] is not None:
         head.tree = config["tree"]
     device = target.lm_head.get_parameter("weight").device
-    return head.to(device=device, dtype=dtype).eval()
+    head = head.to(device=device, dtype=dtype).eval()
+    PackedLinears(head)
+    return head
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -145,7 +152,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     # a dotted name would import any module; a folder from elsewhere must not choose which
     if not isinstance(config["type"], str) or "." in config["type"]:
         raise ValueError(f"{path}: `type` must name a head type, got {config['type']!r}")
-    if not isinstance(target, dict) or not {"name", "fingerprint"} <= set(target):
+    if not isinstance(target, dict) or not all(isinstance(target.get(key), str) for key in ("name", "fingerprint")):
         raise ValueError(f"{path}: `target` must hold the name and the fingerprint of a target, got {target!r}")
     for key, kind in (("config", dict), ("training", dict), ("measured", dict)):
         if not isinstance(config[key], kind):
@@ -158,6 +165,39 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if config["format"] != FORMAT:
         raise ValueError(f"{path} has format {config['format']}, this version reads {FORMAT}; update Gorgon")
     return config
+
+
+def _read_fields(config: type[HeadConfig], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a head's config, as JSON has them, as its class does.
+
+    Raises:
+        ValueError: If one is unknown or not of its type, or a size of the target is not above 0.
+    """
+    known = {entry.name: entry for entry in fields(config)}
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise ValueError(f"unknown fields {unknown}; known: {sorted(known)}")
+    hints = get_type_hints(config)
+    for name, value in found.items():
+        if not _is_of(hints[name], value):
+            raise ValueError(f"{name} must be of type {known[name].type}, got {value!r}")
+        if known[name].metadata.get("from_target") and not 0 < value < math.inf:
+            raise ValueError(f"{name} is the target's and must be above 0, got {value!r}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _is_of(hint: Any, value: object) -> bool:
+    """Return whether a value of JSON is of a field's type. What JSON cannot tell, the config itself must check."""
+    of = get_args(hint)
+    if get_origin(hint) is UnionType:
+        return any(_is_of(one, value) for one in of)
+    if get_origin(hint) is tuple:
+        return isinstance(value, list) and all(_is_of(of[0], item) for item in value)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, dict) and all(_is_of(of[1], item) for item in value.values())
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _is_tree(tree: object) -> bool:

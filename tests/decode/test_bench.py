@@ -1,13 +1,14 @@
 """The benchmark compares every text with plain decoding's, and says so when one differs."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from decode import Sampling, generate
 from decode.bench import compare, main, profile, summarise
-from decode.measure import Answer, Result
+from decode.measure import Answer, Result, write_report
 from decode.methods import HF_PACKED, methods, select
 from decode.results import Stats
 from heads import HeadNotes, save_head
@@ -101,6 +102,8 @@ def test_the_command_writes_its_numbers_and_refuses_bad_input(tiny_target, tiny_
     assert "| plain " in capsys.readouterr().out
     assert main([*arguments, "--out", str(tmp_path)]) == 2  # before anything is decoded
     assert main([*arguments, "--num", "-1"]) == 2
+    assert main([*arguments, "--out", "/dev/full"]) == 2
+    assert '"raw": [' in capsys.readouterr().out
     model_with_a_short_context = tiny_target.model.config.max_position_embeddings
     tiny_target.model.config.max_position_embeddings = 10
     tiny_target.model.save_pretrained(tmp_path / "short")
@@ -112,6 +115,13 @@ def test_the_command_writes_its_numbers_and_refuses_bad_input(tiny_target, tiny_
     prompts.write_text('{"prompt": "the cat"}\n{"prompt": \n')
     assert main(arguments) == 2
     assert "prompts.jsonl:2" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_printed(capsys):
+    assert not write_report(Path("/dev/full"), {"rows": [1, 2]})  # a device that is always full
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"rows": [1, 2]}
+    assert "cannot write /dev/full" in err
 
 
 def test_two_heads_with_trees_of_one_size_are_both_measured(tiny_target, tiny_head, folder, tmp_path):

@@ -130,6 +130,8 @@ def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
         (["TARGET", "x", "--temperature", "-1"], "temperature must be at least 0"),
         (["TARGET", "x", "--top-p", "0"], "top_p must be above 0"),
         (["TARGET", "x", "--lookup", "0"], "length >= 1"),
+        (["TARGET", "x", "--lookup", "100000000"], "length >= 1 and <= 1024"),
+        (["TARGET", "half a character: \udcff"], "not Unicode text"),
         (["TARGET", "x", "--head", "no/such/head"], "no/such/head is not a head folder"),
         (["TARGET", "x", "--stop", ""], "stop string is empty"),
         (["TARGET", "cat " * 400], "the target's context is 256"),
@@ -149,7 +151,7 @@ def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
         (["TARGET", "x", "--lookup", "3", "--tree-confidence", "0.5"], "are for a --head or a --draft-model"),
         (["TARGET", "x", "--draft-model", "TARGET", "--tree-width", "0"], "width must be a whole number of at least 1"),
         (["TARGET", "x", "--draft-model", "TARGET", "--tree-confidence", "2"], "between 0 (keep all) and 1, got 2"),
-        (["TARGET", "x", "--draft-model", "TARGET", "--tree-width=2", "--accept=block"], "for chains"),
+        (["TARGET", "x", "--draft-model", "TARGET", "--tree-width=2", "--accept=block"], "--tree-width 1"),
         (
             [
                 *("TARGET", "x", "--draft-model", "TARGET", "--tree-width=2", "--temperature=1"),

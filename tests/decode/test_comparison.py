@@ -8,6 +8,8 @@ import torch
 
 from decode import Target, comparison, generate
 from decode.bench import main
+from decode.comparison_log import ComparisonLog, Key
+from decode.measure import Answer
 from decode.methods import our_runs
 from heads import HeadNotes, create_head, save_head
 from heads.medusa import MedusaConfig
@@ -139,6 +141,60 @@ def test_a_killed_run_continues_and_another_command_is_refused(place, tmp_path, 
     assert raw.read_text() == before
 
 
+def test_a_disk_that_fills_up_ends_it_with_a_message_and_loses_nothing(place, tmp_path, monkeypatch, capsys):
+    append, measured = ComparisonLog.append, []
+
+    def full_after_two(self, key, answers):
+        if len(measured) == 2:
+            with (tmp_path / "raw.jsonl").open("a") as file:
+                file.write('{"prompts": "x", "num')
+            raise OSError(28, "No space left on device")
+        measured.append(key)
+        append(self, key, answers)
+
+    short = command(place, tmp_path, "--max-new-tokens", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ComparisonLog, "append", full_after_two)
+        assert main(short) == 2
+    message = capsys.readouterr().err
+    assert f"cannot write to {tmp_path}" in message
+    assert "the same command continues" in message
+    whole = (tmp_path / "raw.jsonl").read_text().rpartition("\n")[0]
+    (tmp_path / "comparison.json").mkdir()
+    assert main(short) == 2
+    assert "comparison.json" in capsys.readouterr().err
+    (tmp_path / "comparison.json").rmdir()
+    monkeypatch.setattr(comparison, "measure", None)
+    assert main(short) == 0  # all was kept
+    lines = (tmp_path / "raw.jsonl").read_text()
+    assert lines.startswith(whole + "\n")
+    assert len(lines.splitlines()) == 1 + 6
+
+
+def test_a_torn_line_is_cut_off_and_what_is_before_it_not_written_anew(tmp_path, monkeypatch):
+    path = tmp_path / "raw.jsonl"
+    ComparisonLog(path, {"seed": 0}).append(Key("x", 0, 0.0), {"plain": Answer(1.0, 2)})
+    before = path.read_text()
+    path.write_text(before + '{"prompts"')
+    monkeypatch.setattr(type(path), "write_text", None)
+    assert ComparisonLog(path, {"seed": 0}).answers == {Key("x", 0, 0.0): {"plain": Answer(1.0, 2)}}
+    assert path.read_text() == before
+
+
+def test_an_entry_without_one_of_the_methods_is_measured_anew(place, tmp_path, monkeypatch):
+    short = command(place, tmp_path, "--max-new-tokens", 2)
+    assert main(short) == 0
+    settings, first, *others = (tmp_path / "raw.jsonl").read_text().splitlines()
+    entry = json.loads(first)
+    del entry["answers"]["plain"]
+    (tmp_path / "raw.jsonl").write_text("\n".join([settings, json.dumps(entry), *others, ""]))
+    measured, measure = [], comparison.measure
+    monkeypatch.setattr(comparison, "measure", lambda *a, **options: measured.append(a[2]) or measure(*a, **options))
+    for _ in range(2):
+        assert main(short) == 0
+        assert len(measured) == 1
+
+
 def test_a_wrong_text_is_shown_and_fails_the_command(place, tmp_path, monkeypatch, capsys):
     def broken_runs(target, proposers, sampling, max_new_tokens):
         runs = our_runs(target, proposers, sampling, max_new_tokens)
@@ -195,11 +251,15 @@ def test_prompt_files_of_one_name_are_refused(place, tmp_path, capsys):
     assert "must differ in name" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_comparison_is_refused_and_kept(place, tmp_path, capsys):
-    (tmp_path / "raw.jsonl").write_text('{"messages": []}\n')
-    assert main(command(place, tmp_path)) == 2
-    assert "holds no comparison" in capsys.readouterr().err
-    assert (tmp_path / "raw.jsonl").read_text() == '{"messages": []}\n'
+@pytest.mark.parametrize(
+    "content",
+    [b'{"messages": []}\n', b'{"settings": 5}\n', b"\xff\n", b'{"settings": {}}\n{"answers": []}\n', b"[]\n", b"\n"],
+)
+def test_a_file_that_is_no_comparison_is_refused_and_kept(tmp_path, content):
+    (tmp_path / "raw.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"raw\.jsonl holds no comparison .* give another --out"):
+        ComparisonLog(tmp_path / "raw.jsonl", {})
+    assert (tmp_path / "raw.jsonl").read_bytes() == content
 
 
 def test_heads_must_be_of_one_target_and_name_it(place, tmp_path, make_tiny_llama, tiny_tokenizer, capsys):

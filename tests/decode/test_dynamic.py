@@ -133,7 +133,7 @@ def test_trees_equal_a_search_over_paths(kind, shared, noise_of):
                 return heat * noise.gumbel([key], torch.arange(V) if vocabulary is None else vocabulary)[0]
 
             assert paths_of(tree) == oracle(grow, drafter, row, gumbel)
-            assert tree.shape.size <= grow.size
+            assert tree.shape.size <= grow.max_nodes <= grow.size
             assert list(tree.shape.depths) == sorted(tree.shape.depths)
             sizes.add(tree.shape.size)
     assert len(sizes) > 3
@@ -167,6 +167,13 @@ def test_trees_of_undecided_tokens_are_trees(size):
     tree = grown(DynamicTree(4, 3, size), Scripted(1, lambda row, path: [0.0] * 5))[0]
     assert tree.shape.size == size
     assert len(set(paths_of(tree))) == size
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), [(1, 1, 2), (6, 1, 7), (1, 5, 6), (4, 3, 1 + 3 + 3 * 9)])
+def test_room_is_for_what_depth_and_width_can_fill_and_no_more(depth, width, nodes):
+    grow = DynamicTree(depth, width, 10**8)
+    assert grow.max_nodes == nodes
+    assert grown(grow, Scripted(1, lambda row, path: [0.0] * 5))[0].shape.size == nodes
 
 
 def test_a_child_worth_more_than_its_parent_is_a_bug_that_is_found():

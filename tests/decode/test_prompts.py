@@ -48,12 +48,60 @@ def test_all_layouts_are_read_and_a_last_answer_is_left_out(tmp_path):
     assert read_prompts(path, limit=2) == ["q", "q"]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "3", '{"text": "q"}', '{"messages": []}', '{"turns": []}'])
+BROKEN = [
+    *("{", "[]", "3", '{"text": "q"}', '{"messages": []}', '{"turns": []}'),
+    *('{"turns": "abc"}', '{"turns": [["a"]]}', '{"turns": {"0": "a"}}', '"turns"', '{"prompt": ""}'),
+    *(
+        f'{{"prompt": {prompt}}}'
+        for prompt in ("5", "null", "true", "[1.5, 2]", "[true]", '{"role": "u"}', '["a", "b"]')
+    ),
+    *('{"messages": "text"}', '{"messages": ["text"]}', '{"messages": {"role": "user", "content": "a"}}'),
+    *(
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"content": "a"}]}',
+        '{"messages": [{"role": 5, "content": "a"}]}',
+    ),
+    *('{"messages": [{"role": "user", "content": null}]}', '{"messages": [{"role": "assistant", "content": "only"}]}'),
+    *(
+        '{"conversations": "text"}',
+        '{"conversations": [{"from": "human"}]}',
+        '{"conversations": [{"from": [], "value": "a"}]}',
+    ),
+    *('{"prompt": "half a character: \\ud800"}', '{"messages": [{"role": "user", "content": "\\udc00"}]}'),
+    *(b"\xa0\x00\xff", b'{"prompt": "\xff"}'),
+]
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=str)
 def test_a_broken_line_is_named(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "q"}\n' + line + "\n")
+    path.write_bytes(b'{"prompt": "q"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     with pytest.raises(ValueError, match=r"prompts.jsonl:2: expected a JSON object"):
         read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (5, "is text, token ids or chat messages, got 5"),
+        ([1.5, 2], "is text, token ids or chat messages, got .1.5, 2."),
+        (["a", "b"], "is text, token ids or chat messages"),
+        ("half a character: \ud800", "not Unicode text"),
+        ([{"role": "user"}], "template refuses the messages: 'dict object' has no attribute 'content'"),
+        ([{"role": "user", "content": ["a"]}], "template refuses the messages: .* concatenate"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_a_clear_error(tiny_target, monkeypatch, prompt, message):
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", "{{ 'said: ' + messages[0]['content'] }}")
+    with pytest.raises(ValueError, match=message):
+        to_token_ids(tiny_target, prompt, raw=False)
+
+
+def test_token_ids_in_a_file_are_a_prompt(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [5, 6]}\n')
+    assert read_prompts(path) == [[5, 6]]
 
 
 def test_a_stop_string_that_texts_never_show_is_refused(tiny_target):

@@ -101,6 +101,7 @@ def test_a_head_drafts_with_its_own_tree_or_a_chain_of_all_its_depths(tiny_head)
     tiny_head.tree = [[0], [1], [0, 0]]
     assert Drafting.of(tiny_head).grow == StaticTree(((0,), (1,), (0, 0)))
     assert Drafting.of(tiny_head).max_nodes == 4
+    assert Drafting(tiny_head, DynamicTree(3, 2, 10**8)).max_nodes == 1 + 2 + 2 * 4
     tiny_head.tree = [[1]]
     with pytest.raises(ValueError, match="elder sibling"):
         Drafting.of(tiny_head)

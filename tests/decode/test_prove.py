@@ -176,6 +176,14 @@ def test_an_interrupt_keeps_the_checks_that_are_done(saved, capsys, monkeypatch)
     assert "stopped" in err
 
 
+def test_a_report_that_finds_the_disk_full_is_printed(saved, capsys, monkeypatch):
+    monkeypatch.setattr("decode.prove.prove", lambda *arguments: [Check("greedy text", True, "2 of 2 texts identical")])
+    assert main([*command(saved, "--lookup", "3"), "--out", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert '"passed": true' in out
+    assert "cannot write /dev/full" in err
+
+
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_decoded(saved, capsys):
     assert main([*command(saved, "--lookup", "3"), "--out", str(saved)]) == 2
     out, err = capsys.readouterr()

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from decode import Target, generate
+from decode import Target, generate, tune
 from decode.ranks import Ranked, best_tree, simulated_tokens_per_step
 from decode.tune import choose_tree, main, verify_costs
 from heads import HeadNotes, load_head, read_notes, save_head
@@ -59,8 +59,20 @@ def test_heads_whose_guesses_depend_on_the_tokens_before_are_refused(folders, ca
     _, path, arguments = folders
     monkeypatch.setattr(MedusaHead, "depth_only", False)
     assert main(arguments) == 2
-    assert "keep the head's dynamic tree" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "tune measures trees for heads whose guesses depend on the depth only" in message
+    assert f"try trees with `python -m decode {path / 'target'} --head {path / 'head'} --tree-depth" in message
     assert read_notes(path / "head") == HeadNotes(training={"steps": 3})
+
+
+def test_a_tree_that_cannot_be_written_is_shown(folders, capsys, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tune, "write_notes", fail)
+    assert main([*folders[2], "--sizes", "2", "3"]) == 2
+    message = capsys.readouterr().err
+    assert 'config.json yourself: "tree": [[0]' in message
 
 
 @pytest.mark.parametrize(
@@ -69,6 +81,7 @@ def test_heads_whose_guesses_depend_on_the_tokens_before_are_refused(folders, ca
         (["--sizes", "0"], "tree sizes must be at least 2"),
         (["--sizes", "1"], "size"),
         (["--size", "1"], "size"),
+        (["--sizes", "2", "100000000"], "a tree of 100000000 nodes is not below the target's context, 256"),
         (["--head", "nowhere"], "not a head folder"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
