@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -123,10 +123,12 @@ class FeatureFolder:
         return self.path / f"features_{number:05d}.safetensors"
 
     def fault(self, number: int, *, thorough: bool) -> str | None:
-        """Return why file `number` cannot be used, or None. `thorough` reads all of it, else only its header."""
+        """Return why file `number` cannot be used, or None. `thorough` reads all of it, else only its header.
+
+        Raises:
+            ValueError: If it is there but may not be read.
+        """
         path = self.file(number)
-        if not path.exists():
-            return MISSING
         try:
             with safe_open(path, "pt") as file:
                 notes = file.metadata() or {}
@@ -136,9 +138,17 @@ class FeatureFolder:
                     {n: file.get_tensor(n) for n in self.contents.names}
                 ):
                     return "is damaged (wrong checksum)"
+        except FileNotFoundError:
+            return MISSING
         except SafetensorError as error:
             return f"is damaged ({error})"
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error}; choose another data.feature_dir") from error
         return None
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the files that are not there, or are of other contents."""
+        return [number for number in range(self.contents.num_files) if self.fault(number, thorough=False) is not None]
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write file `number`; at any moment it is not there, or whole.
@@ -147,13 +157,8 @@ class FeatureFolder:
             OSError: If it cannot be written.
         """
         notes = {"key": self.contents.key(number), "checksum": _checksum(tensors)}
-        path = self.file(number)
-        try:
-            write_atomically(path, lambda new: save_file(dict(tensors), new, metadata=notes))
-        except (OSError, SafetensorError) as error:
-            raise OSError(
-                f"cannot write {path}: {error}; make room, and the same command goes on from the files that are there"
-            ) from error
+        with _writing(self.path):
+            write_atomically(self.file(number), lambda new: save_file(dict(tensors), new, metadata=notes))
 
     def open(self, number: int) -> Any:
         """Return file `number`, a `safetensors.safe_open`, mapped into memory; its content is taken as checked.
@@ -166,12 +171,20 @@ class FeatureFolder:
             raise ValueError(f"{self.file(number)} {fault}; the same command computes it again")
         return safe_open(self.file(number), "pt")
 
-    @contextmanager
-    def lock(self, number: int | None) -> Iterator[None]:
-        """Keep other processes from file `number`, or, without one, from the manifest. Not to be nested."""
-        with (self.path / LOCK).open("wb") as file:  # closing it frees the lock, as does a kill
+    def lock(self, number: int | None) -> BinaryIO:
+        """Keep other processes from file `number`, or, without one, from the manifest. Not to be nested.
+
+        Returns:
+            A file; closing it frees the lock, as does a kill.
+
+        Raises:
+            OSError: If the folder cannot be written to; it is made if it is missing.
+        """
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / LOCK).open("wb")
             fcntl.lockf(file, fcntl.LOCK_EX, 1, 0 if number is None else 1 + number)
-            yield
+        return file
 
 
 def open_folder(path: Path, wanted: Contents) -> FeatureFolder:
@@ -184,15 +197,15 @@ def open_folder(path: Path, wanted: Contents) -> FeatureFolder:
     conflicts = "".join(f"\n  {line}" for line in there.conflicts(wanted))
     if conflicts:
         raise ValueError(
-            f"{path} holds other features than this run needs:{conflicts}\nChoose another data.feature_dir, delete "
+            f"{path} is for other features than this run needs:{conflicts}\nChoose another data.feature_dir, delete "
             "the folder to write it anew, or undo the change"
         )
     return FeatureFolder(path, there)
 
 
-def has_files(path: Path) -> bool:
-    """Return whether the folder `path` holds any features; one that does not can be taken for any."""
-    return any(path.glob("features_*.safetensors"))
+def is_taken(path: Path) -> bool:
+    """Return whether the folder `path` holds features, or says which it will; one that does not is free for any."""
+    return (path / MANIFEST).exists() or any(path.glob("features_*.safetensors"))
 
 
 def _read_contents(path: Path) -> Contents:
@@ -206,6 +219,8 @@ def _read_contents(path: Path) -> Contents:
         raise ValueError(f"{path} has no {MANIFEST} that says what its features are of; {way_out}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error}); {way_out}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path / MANIFEST}: {error}; choose another data.feature_dir") from error
     if found != FORMAT:
         raise ValueError(f"{path} has format {found}, this version reads {FORMAT}; {way_out}")
     contents = Contents(**manifest)
@@ -213,10 +228,27 @@ def _read_contents(path: Path) -> Contents:
 
 
 def write_contents(path: Path, contents: Contents) -> None:
-    """Write the manifest of the folder `path`."""
+    """Write the manifest of the folder `path`.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     manifest = asdict(contents)
     text = json.dumps({"format": FORMAT, **manifest, "digest": _digest(manifest)}, indent=2) + "\n"
-    write_atomically(path / MANIFEST, lambda new: new.write_text(text))
+    with _writing(path):
+        write_atomically(path / MANIFEST, lambda new: new.write_text(text))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say how a run gets its features all the same where the folder `path` cannot be written to."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"cannot write to {path}: {error}; make room, and the same command goes on from the files that are there, "
+            "or choose another data.feature_dir"
+        ) from error
 
 
 def _digest(manifest: Mapping[str, object]) -> str:

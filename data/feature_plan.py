@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from data.conversations import Encoded
-from data.feature_files import Contents, FeatureFolder, cut, has_files, open_folder, write_contents
+from data.feature_files import Contents, FeatureFolder, cut, is_taken, open_folder, write_contents
 from data.features import bytes_per_token, compute_states, size_text
 from decode import Target
 
@@ -108,7 +108,8 @@ def prepare_folder(
     Args:
         target: The model that computes the features.
         samples: Encoded conversations.
-        path: Made if missing; may hold the same features, of these or more layers, complete or not.
+        path: Made if missing; may hold the same features, of these or more layers, complete or not. A complete one
+            is not written to.
         wanted: `contents_for` these.
         processes: How many will fill it.
         say: Prints a line.
@@ -119,21 +120,19 @@ def prepare_folder(
     """
     target.check_layers(wanted.layers)
     folder = FeatureFolder(Path(path), wanted)
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        with folder.lock(None):
-            taken = has_files(folder.path)
-            if taken:
-                folder = open_folder(folder.path, wanted)
-            missing = [n for n in range(folder.contents.num_files) if folder.fault(n, thorough=False) is not None]
-            if missing:
-                estimate = estimate_folder(folder, target, samples, missing, processes)
-                say(estimate.describe())
-                estimate.check()
-            if not taken:
-                write_contents(folder.path, wanted)
-    except OSError as error:
-        raise OSError(f"cannot write to {path}: {error}; choose another data.feature_dir") from error
+    if is_taken(folder.path) and not open_folder(folder.path, wanted).missing():
+        return  # a manifest, once there, and whole files do not change: no lock is needed
+    with folder.lock(None):
+        taken = is_taken(folder.path)
+        if taken:
+            folder = open_folder(folder.path, wanted)
+        missing = folder.missing()
+        if missing:
+            estimate = estimate_folder(folder, target, samples, missing, processes)
+            say(estimate.describe())
+            estimate.check()
+        if not taken:  # another trainer that starts meanwhile compares with it, though there is no file yet
+            write_contents(folder.path, wanted)
 
 
 def estimate_folder(

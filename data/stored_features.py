@@ -56,6 +56,8 @@ class StoredFeatures(Features):
     def fill(self, process: int = 0, processes: int = 1, *, hide: bool = False) -> None:
         """Check this process's share of the files, all their bytes, and compute what is missing or damaged.
 
+        Where nothing is, the folder need not be writable.
+
         Args:
             process: Which share, from 0.
             processes: How many shares there are.
@@ -69,14 +71,20 @@ class StoredFeatures(Features):
         total = sum(bounds[number + 1] - bounds[number] for number in mine)
         with tqdm(total=total, desc="features", unit=" conversations", disable=hide) as bar:
             for number in mine:
-                with self.folder.lock(number):
-                    fault = self.folder.fault(number, thorough=True)
-                    if fault is None:
-                        bar.update(bounds[number + 1] - bounds[number])
-                        continue
-                    if fault != MISSING:
-                        logger.warning("%s %s; it is computed again", self.folder.file(number), fault)
-                    self.folder.write(number, self._compute(number, bar))
+                if self.folder.fault(number, thorough=True) is not None and self._mend(number, bar):
+                    continue
+                bar.update(bounds[number + 1] - bounds[number])
+
+    def _mend(self, number: int, bar: tqdm[Any]) -> bool:
+        """Compute a file and return True, or False if another process did it while this one waited for the lock."""
+        with self.folder.lock(number):
+            fault = self.folder.fault(number, thorough=True)
+            if fault is None:
+                return False
+            if fault != MISSING:
+                logger.warning("%s %s; it is computed again", self.folder.file(number), fault)
+            self.folder.write(number, self._compute(number, bar))
+        return True
 
     def _compute(self, number: int, bar: tqdm[Any]) -> dict[str, Tensor]:
         """Return the tensors of one file; every conversation passes through the target alone."""

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 
 from decode.comparison_table import Summary
 from decode.intervals import Interval
@@ -38,9 +40,18 @@ def draw(rows: Sequence[Summary]) -> Figure:
             _bars(panel, [row for row in drawn if row.temperature == temperature], interval)
     for panel, temperature in zip(panels[0], temperatures, strict=True):
         panel.set_title(f"temperature {temperature:g}")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+    bars = [bar for bar in panels[0][0].containers if isinstance(bar, BarContainer)]
+    # given, not looked for: matplotlib would leave out names with a leading `_`
+    handles, names = [bar.patches[0] for bar in bars], [str(bar.get_label()) for bar in bars]
+    legend = figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(bars)), frameon=False)
+    show_as_text(legend)
     return figure
+
+
+def show_as_text(legend: Legend) -> None:
+    """Keep matplotlib from reading `$` in names as formulas, which need not be valid ones."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _bars(panel: Axes, rows: Sequence[Summary], interval: Callable[[Summary], Interval]) -> None:
@@ -57,7 +68,7 @@ def _bars(panel: Axes, rows: Sequence[Summary], interval: Callable[[Summary], In
         colour = colours[(first + number) % len(colours)]
         panel.bar(places, heights, width, yerr=errors, color=colour, label=method, error_kw={"elinewidth": 0.8})
     panel.axhline(1.0, color="black", linewidth=0.8)
-    panel.set_xticks(range(len(sets)), sets)
+    panel.set_xticks(range(len(sets)), sets, parse_math=False)
     panel.spines[["top", "right"]].set_visible(False)
 
 

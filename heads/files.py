@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, sync it, rename it to `path`: a crash leaves the old file or the new."""
+    """Call `write` with a temporary path, sync it, rename it to `path`: a crash leaves the old file or the new.
+
+    Whoever the umask allows may read it; safetensors makes files for their owner alone.
+    """
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.touch()
+    mode = stat.S_IMODE(temporary.stat().st_mode)
     write(temporary)
+    temporary.chmod(mode)
     sync_entry(temporary)
     temporary.replace(path)
     sync_entry(path.parent)

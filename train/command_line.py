@@ -14,6 +14,7 @@ import difflib
 import sys
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_origin, get_type_hints
 
@@ -21,7 +22,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from heads.base import HeadConfig
-from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, require
+from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, naming, require
 
 
 def load_config(heads: Mapping[str, type[HeadConfig]], argv: Sequence[str], description: str) -> RunConfig:
@@ -35,6 +36,11 @@ def load_config(heads: Mapping[str, type[HeadConfig]], argv: Sequence[str], desc
     Raises:
         ConfigError: If a key is unknown, a value has the wrong type or makes no sense, or a required one is missing.
     """
+    require(
+        bool(argv),
+        "nothing says what to train: give --config FILE, such as one of configs/, or at least --target.name, "
+        "--data.source, --run.name and --optim.steps; see --help",
+    )
     kind = _head_type(heads, argv)
     head = heads[kind]
     parser = _parser(heads, kind, description)
@@ -53,7 +59,11 @@ def load_config(heads: Mapping[str, type[HeadConfig]], argv: Sequence[str], desc
     sections = {name: section(**values[name].as_dict()) for name, section in SECTIONS.items()}
     fields = values["head"].as_dict()
     parsed = fields.pop("type")
-    require(parsed == kind, f"head.type is {parsed!r} somewhere in a --head=...; give it as --head.type={parsed}")
+    require(
+        parsed == kind,
+        f"head.type is {parsed!r} somewhere in a --head=...; give it as --head.type={parsed}. "
+        f"Trained here: {', '.join(heads)}",
+    )
     return RunConfig(head_type=kind, head=fields, precision=values["precision"], **sections)
 
 
@@ -65,7 +75,7 @@ def _head_type(heads: Mapping[str, type[HeadConfig]], argv: Sequence[str]) -> st
         content = dict(_yaml_items(path))
         if "head.type" in content:
             kind, where = content["head.type"], f" in {path}"
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
         if name == "--head.type":
             kind, where = (value if equals else following), " on the command line"
@@ -85,7 +95,7 @@ def _parser(heads: Mapping[str, type[HeadConfig]], kind: str, description: str) 
     parser.add_argument("--config", action="config", help="YAML file; keys given on the command line win over it")
     parser.add_class_arguments(TargetConfig, "target")
     parser.add_class_arguments(head, "head", skip=_from_target(head))
-    text = f"type of head, one of {', '.join(heads)}; the other keys of this section are those of a {kind} head"
+    text = f"type of head, one of {', '.join(heads)}; the other keys of this section are those of head.type={kind}"
     parser.add_argument("--head.type", type=str, default=kind, help=text)
     for name, section in SECTIONS.items():
         if name != "target":
@@ -120,7 +130,7 @@ def _keys_on_command_line(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _config_files(argv: Sequence[str]) -> Iterator[Path]:
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
         if name == "--config" and Path(value if equals else following).is_file():
             yield Path(value if equals else following)
@@ -129,8 +139,9 @@ def _config_files(argv: Sequence[str]) -> Iterator[Path]:
 def _yaml_items(path: Path) -> Iterator[tuple[str, object]]:
     """Yield `section.key` and value of what a file sets."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        with naming("--config", "give a file that can be read"):
+            content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     require(isinstance(content, dict), f"{path} holds no sections; see configs/ for examples")
     yield from ((key, value) for key, value in flatten(content) if key not in (*SECTIONS, "head"))

@@ -10,11 +10,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+
+from decode.limits import check_temperature
 
 
 class ConfigError(ValueError):
@@ -25,6 +28,15 @@ def require(condition: bool, message: str) -> None:
     """Raise `ConfigError(message)` unless `condition` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+@contextmanager
+def naming(key: str, way_out: str) -> Iterator[None]:
+    """Name the key whose value made a file or folder impossible to read or write, and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{key}: {error}; {way_out}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +100,8 @@ class OptimConfig:
     batch_size: int = 16
     """Conversations per optimiser step, over all processes and micro-batches."""
     accumulation: int = 1
-    """Micro-batches per optimiser step. Changes the memory needed, not the step."""
+    """Micro-batches per optimiser step. Changes the memory needed, not the step, but for the noise of an EAGLE head
+    (head.noise), which is drawn for each micro-batch."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0: never."""
 
@@ -176,12 +189,15 @@ class EvalConfig:
         require(bool(self.tree) and min(self.tree) >= 1, f"eval.tree needs numbers of at least 1, got {self.tree}")
         require(self.max_new_tokens >= 2, f"eval.max_new_tokens must be at least 2, got {self.max_new_tokens}")
         require(
-            0 in self.temperatures
-            and len({*self.temperatures}) == len(self.temperatures)
-            and all(0 <= value < math.inf for value in self.temperatures),
+            0 in self.temperatures and len({*self.temperatures}) == len(self.temperatures),
             f"eval.temperatures needs 0, by which the best head is chosen, and others above it, each once; got "
             f"{list(self.temperatures)}",
         )
+        for value in self.temperatures:
+            try:
+                check_temperature("eval.temperatures", value)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         names = [Path(file).stem for file in self.prompts]
         require(
             len(set(names)) == len(names) and not any(map(RESERVED.fullmatch, names)),

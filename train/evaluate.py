@@ -20,7 +20,8 @@ from tqdm import tqdm
 from decode import Chain, Drafting, Generation, Sampling, StaticTree, Stats, Target, generate
 from decode.intervals import ratio_interval, speedup_interval
 from heads.base import Head
-from train.config import EvalConfig
+from heads.packing import PackedLinears
+from train.config import ConfigError, EvalConfig
 
 Method = Literal["plain", "tree", "chain"]
 Way = tuple[Method, float]
@@ -54,7 +55,7 @@ class Evaluation:
         config: EvalConfig,
     ) -> None:
         self._accelerator = accelerator
-        self._target = target
+        self._target, self._head = target, head
         prompts = enumerate((name, prompt) for name, prompts in sets.items() for prompt in prompts)
         self._prompts = list(prompts)[accelerator.process_index :: accelerator.num_processes]
         self._max_new_tokens = config.max_new_tokens
@@ -70,6 +71,13 @@ class Evaluation:
 
     def __call__(self, give_up: Callable[[], bool]) -> Mapping[str, float] | None:
         """Return what `summarise` makes of all prompts, or None if `give_up` said so in any process."""
+        packed = PackedLinears(self._head)  # as a head that is loaded from its folder
+        try:
+            return self._evaluate(give_up)
+        finally:
+            packed.disable()
+
+    def _evaluate(self, give_up: Callable[[], bool]) -> Mapping[str, float] | None:
         decoded: list[Decoded] = []
         hide = not self._accelerator.is_main_process
         progress = tqdm(self._prompts, desc="evaluate", leave=False, disable=hide)
@@ -105,11 +113,19 @@ class Evaluation:
 
 
 def draft_tree(head: Head, branching: Sequence[int]) -> Drafting:
-    """Return `head` with its own tree, or with that of `branching` as deep as it can draft if it has none."""
-    if head.tree is not None:
-        return Drafting.of(head)
-    depth = min(head.drafter().max_depth, len(branching))
-    return Drafting(head, StaticTree(tree_paths(branching[:depth])))
+    """Return `head` with its own tree, or with that of `branching` as deep as it can draft if it has none.
+
+    Raises:
+        ConfigError: If nodes have more children than there are tokens to draft.
+    """
+    try:
+        if head.tree is not None:
+            return Drafting.of(head)
+        depth = min(head.drafter().max_depth, len(branching))
+        return Drafting(head, StaticTree(tree_paths(branching[:depth])))
+    except ValueError as error:
+        ways_out = "raise head.draft_vocab_size or leave it out" + (", or lower eval.tree" if head.tree is None else "")
+        raise ConfigError(f"{error}; {ways_out}") from error
 
 
 def tree_paths(branching: Sequence[int]) -> tuple[tuple[int, ...], ...]:

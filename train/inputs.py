@@ -6,12 +6,13 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from data.conversations import Conversation, Encoded, encode_all, load_conversations
 from decode import Target
 from decode.prompts import Prompt, read_prompts, to_token_ids
-from train.config import ConfigError, RunConfig
+from train.config import ConfigError, RunConfig, naming
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,21 @@ class Inputs:
         return digest.hexdigest()[:16]
 
     def describe(self) -> str:
-        """Return how much there is of what, for people."""
+        """Return how much there is of what, for people, and a warning if it teaches nothing."""
         tokens = sum(len(sample.token_ids) for sample in self.samples)
         supervised = sum(sum(sample.loss_mask) for sample in self.samples)
         sets = ", ".join(f"{len(prompts)} prompts of {name}" for name, prompts in self.prompts.items())
-        return (
+        lines = (
             f"data: {len(self.samples)} conversations, {tokens} tokens, {supervised / tokens:.1%} of them supervised; "
             f"evaluation: {sets or 'none'}"
         )
+        # as in `heads.labels`: the first token of an answer is the target's own, and a root has a state before it
+        if not any(all(pair) for sample in self.samples for pair in pairwise(sample.loss_mask[1:])):
+            lines += (
+                f"\nwarning: none of the {supervised} supervised tokens follows another one, so none can be drafted: "
+                "heads learn nothing and their loss is 0; see `python -m data.conversations preview`"
+            )
+        return lines
 
 
 def load_inputs(config: RunConfig, target: Target) -> Inputs:
@@ -53,12 +61,14 @@ def load_inputs(config: RunConfig, target: Target) -> Inputs:
         raise ConfigError(
             f"data.max_length is {config.data.max_length}, but {target.name} was made for {target.max_length} tokens"
         )
-    conversations = load_conversations(config.data.source, limit=config.data.limit)
+    with naming("data.source", "give a file, or the name of a data set, that can be read"):
+        conversations = load_conversations(config.data.source, limit=config.data.limit)
     wanted = config.eval.num_prompts
     sets: dict[str, dict[str, Prompt]] = {}  # set -> what errors call a prompt -> the prompt
     if wanted and config.eval.prompts:
         for file in config.eval.prompts:
-            rows = read_prompts(file, limit=wanted)
+            with naming("eval.prompts", "give files that can be read"):
+                rows = read_prompts(file, limit=wanted)
             sets[Path(file).stem] = {f"{number} of {file}": prompt for number, prompt in enumerate(rows, 1)}
     elif wanted:
         if len(conversations) <= wanted:

@@ -2,7 +2,8 @@
 
 One optimiser step is defined by its global batch alone: the loss is the sum over the supervised positions of all
 processes and micro-batches, divided by the number of supervised tokens among them. Splitting a batch differently gives
-the same step. The loop knows neither the target nor the kind of head; it gets feature batches and an evaluation.
+the same step, but for random numbers that a head draws. The loop knows neither the target nor the kind of head; it gets
+feature batches and an evaluation.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,8 @@ def save_model(model: PreTrainedModel, target: Target, path: Path, notes: Mappin
         target.tokenizer.save_pretrained(new)
     record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, **notes}
     (new / NOTES).write_text(json.dumps(record, indent=2) + "\n")
+    for weights in new.glob("*.safetensors"):  # which the library makes for their owner alone, whatever the umask
+        weights.chmod(stat.S_IMODE((new / NOTES).stat().st_mode))
     sync_folder(new)
     if path.exists():
         path.rename(old)

@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from decode.chart import show_as_text
 from heads.files import write_atomically
 
 Line = Mapping[str, float]
@@ -58,7 +59,8 @@ def make_figure(lines: Sequence[Line]) -> Figure:
         for name in series:
             _plot(axes, lines, name)
         if len(series) > 1:
-            axes.legend(fontsize="small")
+            # given, not looked for: matplotlib would leave out prompt sets with a leading `_`
+            show_as_text(axes.legend(axes.lines, list(map(label, series)), fontsize="small"))
     return figure
 
 

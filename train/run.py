@@ -31,7 +31,7 @@ from heads.checkpoint import HeadNotes, save_head
 from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress
 from train.command_line import load_config
-from train.config import ConfigError, RunConfig, differences, flat, read_flat, to_yaml
+from train.config import ConfigError, RunConfig, differences, flat, naming, read_flat, to_yaml
 from train.evaluate import Evaluation
 from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
@@ -67,10 +67,13 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
     )
     _check_processes(accelerator, config)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", config.run.keep)
-    with _open_folder(accelerator, config, checkpoints):
+    with naming("run.dir", "choose another --run.dir or --run.name"):
+        lock = _open_folder(accelerator, config, checkpoints)
+    with lock:
         set_seed(config.run.seed)
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
-        target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
+        with naming(f"target.name={config.target.name}", "name a folder or a model of the hub"):
+            target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
         inputs = load_inputs(config, target)
         journal.say(inputs.describe())
         progress = _progress(checkpoints, inputs.hash(target))
@@ -139,14 +142,9 @@ def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Check
     """Make the run's folder, or check that what is in it can be continued; return the lock that keeps others out."""
     folder = config.run.folder
     probe = folder / f".writable-{os.getpid()}"
-    try:
-        checkpoints.folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}; choose another --run.dir or --run.name"
-        ) from error
+    checkpoints.folder.mkdir(parents=True, exist_ok=True)
+    probe.touch()
+    probe.unlink()
     if checkpoints.newest() is not None:
         changed = differences(read_flat(folder / CONFIG), flat(config))
         if changed:
@@ -178,7 +176,8 @@ def _progress(checkpoints: Checkpoints, inputs: str) -> Progress:
     newest = checkpoints.newest()
     if newest is None:
         return Progress(inputs=inputs, tracker_id=uuid.uuid4().hex[:12])
-    progress = checkpoints.read(newest)
+    with naming("run.dir", f"delete {newest}, and the run goes on from an earlier one"):
+        progress = checkpoints.read(newest)
     if progress.inputs != inputs:
         raise ConfigError(
             f"the target or the data of {checkpoints.folder.parent} have changed since it was started, so it cannot be "
@@ -212,8 +211,10 @@ def _fit(
     prepared, optimizer, scheduler = accelerator.prepare(head.train(), optimizer, scheduler)
     newest = checkpoints.newest()
     if newest is not None:
-        accelerator.load_state(str(newest))
+        with naming("run.dir", f"delete {newest}, and the run goes on from an earlier one"):
+            accelerator.load_state(str(newest))
         journal.say(f"continuing at step {progress.step} from {newest}")
+    evaluate = Evaluation(accelerator, target, head, inputs.prompts, config.eval) if inputs.prompts else None
     source = _features(accelerator, config, target, head.feature_layers, inputs, journal)
     journal.say(source.describe())
     parameters = sum(parameter.numel() for parameter in head.parameters())
@@ -226,25 +227,28 @@ def _fit(
             notes = HeadNotes(training={**fixed, "step": progress.step}, measured=dict(measured))
             save(head, config.run.folder / name, target=target, notes=notes)
 
-    journal.open(config, progress, total_steps, {"head.parameters": parameters, "data.samples": len(inputs.samples)})
-    try:
-        return Trainer(
-            accelerator=accelerator,
-            head=prepared,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            source=source,
-            plan=BatchPlan(len(inputs.samples), optim.batch_size, config.run.seed),
-            config=config,
-            total_steps=total_steps,
-            progress=progress,
-            checkpoints=checkpoints,
-            journal=journal,
-            evaluate=Evaluation(accelerator, target, head, inputs.prompts, config.eval) if inputs.prompts else None,
-            save_head=write_head,
-        ).run()
-    finally:
-        journal.close()
+    trainer = Trainer(
+        accelerator=accelerator,
+        head=prepared,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        source=source,
+        plan=BatchPlan(len(inputs.samples), optim.batch_size, config.run.seed),
+        config=config,
+        total_steps=total_steps,
+        progress=progress,
+        checkpoints=checkpoints,
+        journal=journal,
+        evaluate=evaluate,
+        save_head=write_head,
+    )
+    facts = {"head.parameters": parameters, "data.samples": len(inputs.samples)}
+    with naming("run.dir", "make room there, and the same command goes on from the newest checkpoint"):
+        journal.open(config, progress, total_steps, facts)
+        try:
+            return trainer.run()
+        finally:
+            journal.close()
 
 
 def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Inputs) -> dict[str, object]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data import feature_files
-from data.feature_files import MISSING, Contents, FeatureFolder, cut, has_files, open_folder, write_contents
+from data.feature_files import MISSING, Contents, FeatureFolder, cut, is_taken, open_folder, write_contents
 
 CONTENTS = Contents(
     target="tiny", fingerprint="f00", target_dtype="float64", dtype="float32", layers=(1, 2), inputs="abc",
@@ -153,4 +153,4 @@ def test_a_manifest_that_is_missing_or_damaged_is_an_error(folder: FeatureFolder
     manifest.unlink()
     with pytest.raises(ValueError, match=r"has no manifest\.json"):
         open_folder(folder.path, CONTENTS)
-    assert has_files(folder.path)
+    assert is_taken(folder.path)

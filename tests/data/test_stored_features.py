@@ -210,7 +210,10 @@ def test_a_full_disk_is_refused_before_anything_is_written_and_what_is_there_cou
 
 
 def test_another_format_may_follow_a_refusal_in_the_same_folder(tiny_target, samples, tmp_path, monkeypatch):
-    prepare(tiny_target, samples, tmp_path)  # and then killed before the first file
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 0, 1000))
+        with pytest.raises(ValueError, match="free, but the features need"):
+            prepare(tiny_target, samples, tmp_path)
     fill(tiny_target, samples, tmp_path, dtype="bfloat16")
     with pytest.raises(ValueError, match="bfloat16 -> float64"):
         prepare(tiny_target, samples, tmp_path)

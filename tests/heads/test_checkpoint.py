@@ -1,6 +1,7 @@
 """Head folders: bit-equal round trips, and a ValueError that names the problem for everything else."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -263,3 +264,13 @@ def test_loading_never_unpickles(tiny_target, folder, tmp_path):
     with pytest.raises(ValueError, match="damaged"):
         load_head(folder, tiny_target)
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_a_head_may_be_read_by_whom_the_umask_allows(tiny_target, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        save_head(make_head(tiny_target), tmp_path / "head", target=tiny_target)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "head").iterdir()} == {0o666 & ~mask}

@@ -1,5 +1,6 @@
 import inspect
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from heads.hydra import HydraConfig
 from heads.medusa import MedusaConfig
 from train.command_line import load_config
 from train.config import ConfigError, OptimConfig, RunConfig, RunPlan, differences, flat, read_flat, to_yaml
+from train.draft_model import main as train_draft_model
+from train.eagle import main as train_eagle
+from train.medusa import main as train_medusa
 
 HEADS = {"medusa": MedusaConfig, "hydra": HydraConfig}
 
@@ -71,6 +75,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_and_the_valid_ones(
         ("--precision=fp16", "bf16"),
         ("--eval.tree=[2,0]", "eval.tree"),
         ("--head.num_heads=two", "head.num_heads"),
+        # what decoding would refuse, after the first steps
+        ("--eval.temperatures=[0,1e-9]", r"eval\.temperatures must be .*1e-06 or more.*got 1e-09"),
+        ("--eval.temperatures=[0,-1]", r"eval\.temperatures must be at least 0"),
+        ("--eval.temperatures=[0,.inf]", r"eval\.temperatures must be .*finite, got inf"),
+        ("--eval.temperatures=[0,.nan]", r"eval\.temperatures must be .*got nan"),
+        ("--data.feature_dir=", r"data\.feature_dir is empty"),  # as an unset variable of the shell leaves it
     ],
 )
 def test_a_wrong_value_is_refused_by_name(config_file: Path, argument: str, message: str):
@@ -90,9 +100,18 @@ def test_target_data_and_run_name_have_no_default(config_file: Path, missing: st
 def test_a_missing_or_broken_config_file_is_named(config_file: Path):
     with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         load("--config", str(config_file.with_name("nothing.yaml")))
-    config_file.write_text("optim: [1,")
-    with pytest.raises(ConfigError, match=r"tiny\.yaml is not valid YAML"):
-        load("--config", str(config_file))
+    for broken in (b"optim: [1,", b"optim: \xff\xfe"):
+        config_file.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"tiny\.yaml is not valid YAML"):
+            load("--config", str(config_file))
+
+
+@pytest.mark.parametrize("main", [train_eagle, train_medusa, train_draft_model])
+def test_a_command_without_arguments_says_what_is_missing(main: Callable[[Sequence[str]], None]):
+    with pytest.raises(SystemExit, match=r"--config FILE, such as .* or at least --target\.name, .*see --help"):
+        main([])
+    with pytest.raises(SystemExit, match=r"required: data\.source, run\.name \(see --help"):
+        main(["--target.name=t"])
 
 
 def test_the_resolved_config_reads_back_as_the_same_run(config_file: Path, tmp_path: Path):
@@ -141,6 +160,8 @@ def test_an_unknown_head_type_is_refused_with_the_known_ones(config_file: Path, 
 def test_a_head_type_in_a_whole_section_is_refused_unless_it_is_the_known_one(config_file: Path):
     with pytest.raises(ConfigError, match=r"give it as --head\.type=hydra"):
         load("--config", str(config_file), '--head={"type": "hydra"}')
+    with pytest.raises(ConfigError, match=r"head\.type is 'hydro' .*Trained here: medusa, hydra$"):
+        load("--config", str(config_file), '--head={"type": "hydro"}')
     assert load("--config", str(config_file), '--head={"type": "medusa"}').head_type == "medusa"
 
 

@@ -189,6 +189,7 @@ def test_a_folder_is_replaced_whole(saved: Callable[[int], Path], make_tiny_llam
         folder = saved(seed)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
         assert json.loads((folder / NOTES).read_text())["seed"] == seed
+        assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # the weights are no one's secret
         held = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         expected = make_tiny_llama(seed=seed, dtype=torch.float32).state_dict()
         assert all(torch.equal(held[name], expected[name]) for name in expected)

@@ -76,7 +76,7 @@ def test_heads_share_a_folder_if_its_layers_are_enough(
     assert files(tmp_path / "features") == before
     few = f"--data.feature_dir={tmp_path / 'few'}"
     launch("--run.name=hidden-only", "--optim.steps=1", few)
-    with pytest.raises(SystemExit, match=r"(?s)few holds other features.*layers: has \[\], the head reads \[1\]"):
+    with pytest.raises(SystemExit, match=r"(?s)few is for other features.*layers: has \[\], the head reads \[1\]"):
         launch_eagle("more", few)
 
 
@@ -84,11 +84,18 @@ def test_other_data_are_refused_and_nothing_is_lost(launch: Launch, tmp_path: Pa
     place = f"--data.feature_dir={tmp_path / 'features'}"
     launch(place, "--optim.steps=1")
     before = files(tmp_path / "features")
-    with pytest.raises(SystemExit, match=r"(?s)holds other features.*conversations: .*data\.limit.*Choose another"):
+    with pytest.raises(SystemExit, match=r"(?s)is for other features.*conversations: .*data\.limit.*Choose another"):
         launch("--run.name=fewer", place, "--data.limit=9")
     with pytest.raises(SystemExit, match=r"(?s)\(data\.feature_dtype\): float32 -> bfloat16"):
         launch("--run.name=rounded", place, "--data.feature_dtype=bfloat16")
     assert files(tmp_path / "features") == before
+
+
+def test_a_tree_that_cannot_be_drafted_is_refused_before_the_folder_is_filled(launch: Launch, tmp_path: Path):
+    place = f"--data.feature_dir={tmp_path / 'features'}"
+    with pytest.raises(SystemExit, match=r"400 children, but .* 320 tokens; raise .*, or lower eval\.tree$"):
+        launch(place, "--head.draft_vocab_size=null", "--eval.tree=[400]", "--eval.num_prompts=1")
+    assert not (tmp_path / "features").exists()
 
 
 def test_rounded_features_train_close_to_exact_ones(launch: Launch, read_metrics: Read, tmp_path: Path):

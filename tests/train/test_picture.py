@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from accelerate import Accelerator
 from matplotlib.image import imread
+from matplotlib.legend import Legend
 
+from decode.chart import draw
+from decode.comparison_table import summarise
+from decode.counting import Counts
+from decode.measure import Answer, Result
+from decode.results import Stats
 from train.journal import Journal
 from train.picture import draw_curves, label, make_figure, running_mean
 
@@ -52,6 +58,36 @@ def test_several_prompt_sets_get_a_panel_of_their_own():
     sets = panels["tokens per step by prompt set, tree, greedy"]
     assert [line.get_label() for line in sets.lines] == ["tatoeba", "code"]
     assert len(panels["tokens per step"].lines) == 3
+
+
+NAMES = ["a$_$b", "_c", r"\frac$$", "d"]
+"""Names of prompt sets, and of methods, which are file names."""
+
+
+def texts(legend: Legend) -> list[str]:
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_names_are_drawn_as_they_are_in_the_curves(tmp_path: Path):
+    lines = [evaluation(step, **{f"{name}/tokens_per_step": 2.0 for name in NAMES}) for step in (0, 4)]
+    figure = make_figure(lines)
+    legends = {axes.get_title(): axes.get_legend() for axes in figure.axes}
+    assert texts(legends["tokens per step by prompt set, tree, greedy"]) == NAMES
+    assert texts(legends["tokens per step"]) == ["tree, greedy", "chain, greedy", "tree, T = 1"]
+    figure.savefig(tmp_path / "curves.png")  # only now is a formula read
+
+
+def test_names_are_drawn_as_they_are_in_the_chart(tmp_path: Path):
+    stats = Stats(tokens=11, steps=5, seconds=1.0, parts={"prefill": 0.1, "propose": 0.1}, offered=[5], accepted=[4])
+    results = [
+        Result(method, name, [Answer(1.0, 11, stats, counts=Counts(trees=5, nodes=15, passes=10))])
+        for name in NAMES
+        for method in ("plain", *NAMES)
+    ]
+    figure = draw(summarise({0.0: results}))
+    assert texts(figure.legends[0]) == NAMES
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == [*NAMES, "all"]
+    figure.savefig(tmp_path / "chart.png")
 
 
 def test_labels_name_temperature_and_method():

@@ -69,6 +69,8 @@ def test_micro_batches_of_different_lengths_become_one_batch(tmp_path: Path):
 
     batches = [made(2, 5), made(1, 7)]
     save_batches(tmp_path / "batch.safetensors", iter(batches), iter([8, 3, 9]))
+    (tmp_path / "other").touch()
+    assert (tmp_path / "batch.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     found = FeatureBatch(**load_file(tmp_path / "batch.safetensors"))
     for name, whole in vars(found).items():
         first, second = (vars(batch)[name] for batch in batches)

@@ -16,6 +16,7 @@ import torch
 
 from decode import Target
 from heads import load_head, read_notes
+from train.checkpoints import Checkpoints
 from train.evaluate import Evaluation
 
 Launch = Callable[..., Path]
@@ -165,8 +166,35 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_target_loads(
 ):
     monkeypatch.setattr(Target, "from_pretrained", lambda *a, **b: pytest.fail("the target was loaded"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match=r"cannot write to .*file/tiny: .*--run\.dir"):
+    with pytest.raises(
+        SystemExit, match=r"run\.dir: .*Not a directory: .*file/tiny.*choose another --run\.dir or --run\.name"
+    ):
         launch(f"--run.dir={tmp_path / 'file'}")
+
+
+def test_files_that_cannot_be_used_are_named_by_their_key_with_a_way_out(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=r"error: data\.source: .*/empty .*; give a file"):
+        launch(f"--data.source={tmp_path / 'empty'}")
+    folder = launch("--optim.steps=1")
+
+    def fail(self: Checkpoints, *arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", fail)
+        with pytest.raises(SystemExit, match=r"error: run\.dir: .*No space left.*; make room there, and the same"):
+            launch("--optim.steps=2")
+    (folder / "checkpoints" / "step_000001" / "state.json").unlink()
+    with pytest.raises(
+        SystemExit, match=r"error: run\.dir: .*state\.json.*; delete .*step_000001, and the run goes on"
+    ):
+        launch("--optim.steps=2")
+    (folder / "run.yaml").unlink()
+    with pytest.raises(SystemExit, match=r"error: run\.dir: .*run\.yaml.*; choose another --run\.dir or"):
+        launch("--optim.steps=2")
 
 
 @pytest.mark.parametrize(
@@ -179,6 +207,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_target_loads(
         (("--eval.prompts=[a/b.jsonl,c/b.jsonl]",), r"need names of their own.*\['b', 'b'\]"),
         (("--eval.temperatures=[0.5,1]",), r"eval.temperatures needs 0, .* got \[0.5, 1.0\]"),
         (("--data.eval_prompts=a.jsonl",), r"unknown key 'data.eval_prompts'"),
+        (("--eval.num_prompts=2", "--eval.prompts=[no.jsonl]"), r"eval\.prompts: .*'no\.jsonl'; give files that can"),
         (("--data.source=nothing.jsonl",), r"nothing\.jsonl: no such file"),
         (("--head.draft_vocab_size=999",), r"draft_vocab_size must be between 1 and the target's 320, got 999"),
     ],
@@ -229,7 +258,7 @@ def test_a_precision_given_to_the_launcher_is_not_silently_dropped(launch: Launc
 
 @pytest.mark.parametrize("name", ["no/such-model", "missing-folder"])
 def test_a_target_that_is_not_there_is_an_error_without_a_traceback(launch: Launch, name: str):
-    with pytest.raises(SystemExit, match="error: "):
+    with pytest.raises(SystemExit, match=rf"(?s)error: target\.name={name}: .*; name a folder or"):
         launch(f"--target.name={name}")
 
 
