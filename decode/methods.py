@@ -10,18 +10,17 @@ import torch
 from decode.draft_model import DraftModel
 from decode.dynamic import DynamicTree
 from decode.generation import generate, stream
-from decode.grow import Chain, StaticTree
+from decode.grow import Chain
 from decode.propose import Drafting, PromptLookup, Proposer
 from decode.results import Generation, Stats
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import Head, load_head
+from heads.base import growing_tree
 
 HF_PACKED, HF = "transformers (packed weights)", "transformers"
 DRAFT_LENGTHS = (2, 3, 4)
 """Chains that a draft model is measured with."""
-SMALL_TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-"""For heads that recommend none, as far as they draft."""
 
 Run = Callable[[list[int]], tuple[list[int], Stats | None]]
 
@@ -90,8 +89,8 @@ def rivals(
         proposers[_label("draft model", drafting)] = drafting
     for name, head in heads.items():
         depth = head.drafter().max_depth
-        small = StaticTree(tuple(path for path in SMALL_TREE if len(path) <= depth))
-        tree = Drafting(head, small) if head.tree is None else Drafting.of(head)
+        grown = Drafting(head, DynamicTree.of(growing_tree(depth)))
+        tree = grown if head.tree is None else Drafting.of(head)
         for drafting in (Drafting(head, Chain(min(chain, depth))), tree):
             proposers[_label(name, drafting)] = drafting
     return proposers

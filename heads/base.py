@@ -170,6 +170,11 @@ Tree = Sequence[Sequence[int]] | Mapping[str, float] | None
 `decode.DynamicTree`, or None for a chain."""
 
 
+def growing_tree(max_depth: int) -> Mapping[str, int]:
+    """Return the `decode.DynamicTree` of heads that see the tokens drafted above, unless a folder names another."""
+    return {"depth": min(4, max_depth), "width": 4, "size": 10}
+
+
 class Head(nn.Module, ABC):
     """Trained weights of one head type. The target's `embed` and `lm_head` are lent, not owned.
 

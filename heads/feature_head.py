@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heads.base import FeatureBatch, Head, HeadOutput, Lender
+from heads.base import FeatureBatch, Head, HeadOutput, Lender, growing_tree
 from heads.cache import TreeCache
 from heads.drafter import HeadDrafter
 from heads.growing import GrowingTree, level_visible
@@ -52,7 +52,7 @@ class FeatureHead(Head):
 
     def __init__(self, config: FeatureHeadConfig, target: Lender) -> None:
         super().__init__(config, target)
-        self.tree = {"depth": min(4, config.max_depth), "width": 4, "size": 10}
+        self.tree = growing_tree(config.max_depth)
 
     @property
     def layer(self) -> DecoderLayer:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heads.base import FeatureBatch, Head, HeadOutput, Lender
+from heads.base import FeatureBatch, Head, HeadOutput, Lender, growing_tree
 from heads.cache import TreeCache
 from heads.drafter import HeadDrafter
 from heads.labels import Labels, find_labels
@@ -94,6 +94,7 @@ class HydraHead(Head):
 
     def __init__(self, config: HydraConfig, target: Lender) -> None:
         super().__init__(config, target)
+        self.tree = growing_tree(config.num_heads)
         self.lent_weight()  # refuses a target whose lm_head the heads cannot use
         size = config.hidden_size
         self.prefix = PrefixLayer(config) if config.prefix_layer else None

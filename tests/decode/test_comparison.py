@@ -16,7 +16,7 @@ from heads.medusa import MedusaConfig
 
 METHODS = [
     *("plain", "prompt lookup", "draft model chain 4"),
-    *("medusa a chain 3", "medusa a tree 4", "medusa b chain 3", "medusa b tree 7"),
+    *("medusa a chain 3", "medusa a tree 4", "medusa b chain 3", "medusa b tree 10 (dynamic)"),
 ]
 SETS = {"x": ["the cat", "one two three"], "y": ["four sat on"]}
 
