@@ -101,6 +101,19 @@ def test_an_evaluation_gives_up_when_asked(evaluation):
     assert {prompt for prompt, _ in made._plain} == {0}  # after the first prompt
 
 
+def test_the_heads_linear_layers_are_packed_while_it_is_evaluated_and_no_longer(evaluation, tiny_head: MedusaHead):
+    layers = [module for module in tiny_head.float().modules() if type(module) is torch.nn.Linear]
+    seen = []
+
+    def look() -> bool:
+        seen.extend("forward" in vars(layer) for layer in layers)
+        return True
+
+    evaluation(max_new_tokens=4)(look)
+    assert seen and all(seen)
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
 def row(prompt: int, method: str, steps: int, tokens: int, seconds: float, *accepted: int, **other) -> Decoded:
     stats = Stats(steps=steps, tokens=tokens, offered=[steps, *accepted][: len(accepted)], seconds=seconds)
     stats.accepted = list(accepted)
