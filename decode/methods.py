@@ -89,8 +89,7 @@ def rivals(
         proposers[_label("draft model", drafting)] = drafting
     for name, head in heads.items():
         depth = head.drafter().max_depth
-        grown = Drafting(head, DynamicTree.of(growing_tree(depth)))
-        tree = grown if head.tree is None else Drafting.of(head)
+        tree = Drafting.of(head) if head.tree is not None else Drafting(head, DynamicTree.of(growing_tree(depth)))
         for drafting in (Drafting(head, Chain(min(chain, depth))), tree):
             proposers[_label(name, drafting)] = drafting
     return proposers

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from heads.packing import project_onto
+from heads.packing import PackedRows
 
 
 def from_target() -> Any:
@@ -196,6 +196,7 @@ class Head(nn.Module, ABC):
         self.config = config
         self.tree: Tree = None
         self._lent = (target.embed, target.lm_head)
+        self._packed_rows = PackedRows()
         size = config.draft_vocab_size
         self.register_buffer("vocabulary", None if size is None else torch.arange(size))
 
@@ -260,9 +261,10 @@ class Head(nn.Module, ABC):
 
     def lent_projection(self) -> Callable[[Tensor], Tensor]:
         """Return the target's output projection over the draft vocabulary, [..., D] -> [..., U], for drafting."""
-        weight = self.lent_weight()
-        project = self.lm_head if self.vocabulary is None else project_onto(weight)
-        return lambda states: project(states.to(weight.dtype))
+        weight, rows = self.lm_head.get_parameter("weight"), self.vocabulary
+        project = self.lm_head if rows is None else self._packed_rows(weight, rows.to(weight.device))
+        dtype = weight.dtype
+        return lambda states: project(states.to(dtype))
 
     @abstractmethod
     def forward(self, batch: FeatureBatch) -> HeadOutput:

@@ -76,7 +76,8 @@ class Eagle3Head(FeatureHead):
         """Choose the draft vocabulary, and start an own projection from its rows; see `Head.set_vocabulary`."""
         super().set_vocabulary(token_ids)
         if self.projection is not None:
-            self.projection.weight.data.copy_(self.lent_weight())
+            with torch.no_grad():  # not through .data, whose changes are not counted
+                self.projection.weight.copy_(self.lent_weight())
 
     def fuse(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """Project the features of all layers to one."""

@@ -82,7 +82,8 @@ class MedusaHead(Head):
         """Choose the draft vocabulary, and start own projections from its rows; see `Head.set_vocabulary`."""
         super().set_vocabulary(token_ids)
         if self.projection is not None:
-            self.projection.data.copy_(self.lent_weight().float().expand_as(self.projection))
+            with torch.no_grad():
+                self.projection.copy_(self.lent_weight().float().expand_as(self.projection))
 
     def states(self, hidden: Tensor) -> Tensor:
         """Map the target's states to each head's: [..., D] -> [..., K, D]."""

@@ -3,7 +3,7 @@
 oneDNN multiplies a few rows by a weight that it has laid out beforehand at nearly the cost of one row; the plain path
 pays 1.7 times for two rows, so that verifying drafts could not win. Packing changes how a layer computes, not what it
 holds: parameters, names and state dict stay, training goes the ordinary way, and a layer whose weight has changed
-since falls back.
+since is packed again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedLinears:
             module.forward = packed  # type: ignore[method-assign, assignment]
 
     def disable(self) -> None:
-        """Let the layers compute as transformers left them."""
+        """Let the layers compute as they did before."""
         for module, _ in self._layers:
             vars(module).pop("forward", None)
 
@@ -59,17 +59,55 @@ class PackedLinears:
             self.enable()
 
 
-def project_onto(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that multiplies [..., in] by `weight`, [out, in] as it is now; packed where that can be."""
-    if not _can_pack(weight):
-        return lambda x: nn.functional.linear(x, weight)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+class PackedRows:
+    """Products with chosen rows of another module's weight; packed once, and again when either has changed."""
+
+    def __init__(self) -> None:
+        self._weight: _Present | None = None
+        self._rows = torch.empty(0)
+        self._packed = torch.empty(0)
+
+    def __call__(self, weight: Tensor, rows: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return x -> x weight[rows]^T, [..., in] -> [..., U], for the present weight [out, in] and rows [U]."""
+        if not _can_pack(weight):
+            chosen = weight.detach()[rows]
+            return lambda x: nn.functional.linear(x, chosen)
+        if self._weight is None or not self._weight.is_still(weight) or not torch.equal(self._rows, rows):
+            self._weight, self._rows = _Present(weight), rows.clone()
+            self._packed = _pack(weight.detach()[rows])
+        packed = self._packed
+        return lambda x: _multiply(x, packed, None)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the packing out: it cannot be copied."""
+        return vars(PackedRows())
 
 
 def _can_pack(weight: Tensor) -> bool:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and weight.device.type == "cpu" and weight.dtype == torch.float32
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return available and fits and not weight.is_inference()  # those do not tell their changes
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+    return packed
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
+
+
+class _Present:
+    """A weight as it was, to tell whether it has changed since. Holds its memory, which could become another's."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._version = weight.detach(), weight._version
+
+    def is_still(self, weight: Tensor) -> bool:
+        """Return whether `weight` has not changed, but through `.data`, which torch does not count."""
+        return weight.data_ptr() == self._weight.data_ptr() and weight._version == self._version
 
 
 class _PackedForward:
@@ -81,16 +119,25 @@ class _PackedForward:
 
     def pack(self) -> None:
         """Lay out the layer's present weight."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._linear.weight.detach(), _ROWS_HINT)
-        self._state = self._weight_state()
+        self._present: _Present | None = _Present(self._linear.weight)
+        self._packed: Tensor | None = _pack(self._linear.weight.detach())
 
-    def _weight_state(self) -> tuple[int, int, torch.device]:
-        weight = self._linear.weight
-        return weight.data_ptr(), weight._version, weight.device
+    def _forget(self) -> None:
+        self._present = self._packed = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         weight, bias = self._linear.weight, self._linear.bias
-        if torch.is_grad_enabled() or x.dtype != torch.float32 or self._weight_state() != self._state:
+        if torch.is_grad_enabled() or not _can_pack(weight):
+            self._forget()  # what comes now may change the weight unseen, as fused optimisers do
             return nn.functional.linear(x, weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        if x.dtype != torch.float32:
+            return nn.functional.linear(x, weight, bias)
+        if self._present is None or self._packed is None or not self._present.is_still(weight):
+            self.pack()
+        assert self._packed is not None
+        return _multiply(x, self._packed, bias)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the packing out: it cannot be copied."""
+        return {"_linear": self._linear, "_present": None, "_packed": None}
