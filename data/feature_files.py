@@ -130,6 +130,7 @@ class FeatureFolder:
         """
         path = self.file(number)
         try:
+            path.open("rb").close()  # safetensors says of what may not be read that it is not there
             with safe_open(path, "pt") as file:
                 notes = file.metadata() or {}
                 if notes.get("key") != self.contents.key(number):
@@ -147,7 +148,7 @@ class FeatureFolder:
         return None
 
     def missing(self) -> list[int]:
-        """Return the numbers of the files that are not there, or are of other contents."""
+        """Return the numbers of the files that are not there, damaged at their head, or of other contents."""
         return [number for number in range(self.contents.num_files) if self.fault(number, thorough=False) is not None]
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
@@ -204,8 +205,15 @@ def open_folder(path: Path, wanted: Contents) -> FeatureFolder:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether the folder `path` holds features, or says which it will; one that does not is free for any."""
-    return (path / MANIFEST).exists() or any(path.glob("features_*.safetensors"))
+    """Return whether the folder `path` holds features, or says which it will; one that does not is free for any.
+
+    Raises:
+        ValueError: If it may not be read.
+    """
+    try:
+        return (path / MANIFEST).exists() or any(path.glob("features_*.safetensors"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}; choose another data.feature_dir") from error
 
 
 def _read_contents(path: Path) -> Contents:

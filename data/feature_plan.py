@@ -115,7 +115,7 @@ def prepare_folder(
         say: Prints a line.
 
     Raises:
-        ValueError: If it holds other features, or the disk is too small; nothing in it was changed. OSError: If it
+        ValueError: If it holds other features, or the disk is too small; no feature in it was changed. OSError: If it
             cannot be written to.
     """
     target.check_layers(wanted.layers)

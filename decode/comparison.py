@@ -187,19 +187,20 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        return _report(args.out, comparison, comparison.run(log), " ".join(["python -m decode.bench compare", *argv]))
+        results = comparison.run(log)
+        report = _report(args.out, comparison, results, " ".join(["python -m decode.bench compare", *argv]))
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         return 130
     except OSError as error:
-        print(
-            f"error: cannot write to {args.out} ({error}); the same command continues: nothing is lost", file=sys.stderr
-        )
+        print(f"error: cannot write to {args.out} ({error}); the same command continues", file=sys.stderr)
         return 2
+    print(report)
+    return 1 if any(result.unexcused for found in results.values() for result in found) else 0
 
 
-def _report(folder: Path, comparison: Comparison, results: Mapping[float, Sequence[Result]], command: str) -> int:
-    """Print and write the results and return the command's exit status."""
+def _report(folder: Path, comparison: Comparison, results: Mapping[float, Sequence[Result]], command: str) -> str:
+    """Write the results to `folder` and return them for people."""
     rows = summarise(results)
     differences = [
         f"T={temperature:g}, {result.method}: {line}"
@@ -208,10 +209,9 @@ def _report(folder: Path, comparison: Comparison, results: Mapping[float, Sequen
         for line in result.differences
     ]
     place = machine(comparison.target)
-    print(tables(rows), "", *differences, place, sep="\n")
     _write(folder, rows, results, {"command": command, "machine": place})
-    print(f"wrote comparison.json and comparison.png to {folder}")
-    return 1 if any(result.unexcused for found in results.values() for result in found) else 0
+    written = f"wrote comparison.json and comparison.png to {folder}"
+    return "\n".join(map(str, [tables(rows), "", *differences, place, written]))
 
 
 def _write(

@@ -80,7 +80,7 @@ class DynamicTree:
 
     @property
     def max_nodes(self) -> int:
-        """Nodes for which there must be room: `size`, or what depth and width can fill if that is less."""
+        """`size`, or what depth and width can fill if that is less."""
         return min(self.size, 1 + self.width + (self.depth - 1) * self.width**2)
 
     def __call__(

@@ -35,7 +35,7 @@ class Grow(Protocol):
         ...
 
     @property
-    def size(self) -> int:
+    def max_nodes(self) -> int:
         """Most nodes it makes, root included."""
         ...
 
@@ -99,7 +99,7 @@ class StaticTree:
         return max(map(len, self.paths), default=0)
 
     @property
-    def size(self) -> int:
+    def max_nodes(self) -> int:
         """Nodes, root included."""
         return len(self.paths) + 1
 
@@ -117,7 +117,9 @@ class StaticTree:
         children = self._children(drafter, rows[0], logits, shared_noise=shared_noise)
         tokens = [roots[:, None]]
         drawing = children is not None and children.draw != "none"
-        probs = roots.new_zeros((len(rows), self.size, drafter.vocab_size), dtype=torch.float64) if drawing else None
+        probs = (
+            roots.new_zeros((len(rows), self.max_nodes, drafter.vocab_size), dtype=torch.float64) if drawing else None
+        )
         level_logits = logits[:, None]  # [B, W, U], or [B, 1, U] where all nodes of a level share them
         for depth, level in enumerate(levels, start=1):
             if children is None:

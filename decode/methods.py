@@ -120,7 +120,7 @@ def _label(name: str, drafting: Drafting) -> str:
     """Say what drafts, and the shape and the nodes of its trees, root included."""
     shape = "chain" if drafting.grow.width == 1 else "tree"
     dynamic = " (dynamic)" if isinstance(drafting.grow, DynamicTree) else ""
-    return f"{name} {shape} {drafting.grow.size}{dynamic}"
+    return f"{name} {shape} {drafting.max_nodes}{dynamic}"
 
 
 def check_proposers(

@@ -40,8 +40,8 @@ def dynamic_tree(settings: Mapping[str, Any], own: Grow) -> DynamicTree:
 
     A tree that becomes deeper than `own` has room for a chain at least; one that becomes a chain, for no more.
     """
-    base = asdict(own) if isinstance(own, DynamicTree) else {"depth": own.depth, "width": own.width, "size": own.size}
-    merged = base | dict(settings)
+    shape = {"depth": own.depth, "width": own.width, "size": own.max_nodes}
+    merged = (asdict(own) if isinstance(own, DynamicTree) else shape) | dict(settings)
     if "size" not in settings:
         chain = merged["depth"] + 1
         merged["size"] = chain if merged["width"] == 1 else max(merged["size"], chain)

@@ -145,14 +145,18 @@ def _checked(prompt: Any) -> Prompt:
         ValueError: If it is not, or no Unicode text (JSON can spell half a character).
     """
     kinds = {type(item) for item in prompt} if isinstance(prompt, list) else set()
-    is_chat = kinds == {dict} and all(
-        isinstance(message.get("role"), str) and isinstance(message.get("content"), str | list) for message in prompt
-    )
+    is_chat = kinds == {dict} and all(map(_is_message, prompt))
     if not (is_chat or kinds == {int} or (isinstance(prompt, str) and prompt.strip())):
         raise ValueError(f"{reprlib.repr(prompt)} is no text, token ids or messages with `role` and `content`")
     json.dumps(prompt, ensure_ascii=False).encode()
     found: Prompt = prompt
     return found
+
+
+def _is_message(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    calls = content is None and bool(message.get("tool_calls"))  # a call of a tool needs no text
+    return isinstance(message.get("role"), str) and (calls or isinstance(content, str | list))
 
 
 def token_limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:

@@ -124,7 +124,7 @@ class Drafting:
     @property
     def max_nodes(self) -> int:
         """Largest tree, root included."""
-        return self.grow.max_nodes if isinstance(self.grow, DynamicTree) else self.grow.size
+        return self.grow.max_nodes
 
     @property
     def feature_layers(self) -> Sequence[int]:

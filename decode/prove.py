@@ -72,7 +72,7 @@ def find_drafts(
         loaded = load_head(head, target)
         grow = _grow(loaded, accept)
         kind = "chain" if grow.width == 1 else "tree"
-        return drafts | {"head": loaded, "grow": grow}, f"{loaded.kind} head {head}, {kind} of {grow.size} nodes"
+        return drafts | {"head": loaded, "grow": grow}, f"{loaded.kind} head {head}, {kind} of {grow.max_nodes} nodes"
     if draft_model is not None:
         drafts["draft_model"] = DraftModel.from_pretrained(draft_model, target)
         return drafts, f"draft model {draft_model}, chain of {DRAFT_LENGTH + 1} nodes"

@@ -171,7 +171,7 @@ Tree = Sequence[Sequence[int]] | Mapping[str, float] | None
 
 
 def growing_tree(max_depth: int) -> Mapping[str, int]:
-    """Return the `decode.DynamicTree` of heads that see the tokens drafted above, unless a folder names another."""
+    """Return the settings of a small `decode.DynamicTree`, which suits heads that see the tokens drafted above."""
     return {"depth": min(4, max_depth), "width": 4, "size": 10}
 
 
@@ -222,6 +222,11 @@ class Head(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """Precision of the trained weights."""
         return next(self.parameters()).dtype
+
+    @property
+    def drafting_model(self) -> nn.Module:
+        """The module whose layers compute the drafts, which may be packed (`heads.packing`); the head itself."""
+        return self
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the target's embeddings in the head's precision, without gradients: [...] -> [..., D]."""

@@ -109,6 +109,7 @@ def load_head(
     _check_target(folder, config["target"], head_config.hidden_size, head_config.vocab_size, target, check_target)
     weights = folder / WEIGHTS
     try:
+        weights.open("rb").close()  # safetensors says of what may not be read that it is not there
         state = load_file(weights)
     except FileNotFoundError:
         raise ValueError(
@@ -118,7 +119,7 @@ def load_head(
         raise ValueError(f"{weights} is damaged ({error}); copy or train the head again") from error
     try:
         head = kind(head_config, target)
-    except (RuntimeError, ValueError) as error:  # RuntimeError: sizes that no memory holds
+    except (RuntimeError, TypeError, ValueError) as error:  # sizes that no memory, or no integer of torch, holds
         raise ValueError(f"cannot make the {config['type']} head of {folder}: {error}") from error
     _check_keys(weights, head, state)
     if head.vocabulary is not None:
@@ -176,7 +177,9 @@ def _read_fields(config: type[HeadConfig], found: Mapping[str, Any]) -> dict[str
     known = {entry.name: entry for entry in fields(config)}
     unknown = sorted(set(found) - set(known))
     if unknown:
-        raise ValueError(f"unknown fields {unknown}; known: {sorted(known)}")
+        renamed = "; head_decay and step_decay are depth_decay now: rename it in the file"
+        way_out = renamed if {"head_decay", "step_decay"} & {*unknown} else ""
+        raise ValueError(f"unknown fields {unknown}; known: {sorted(known)}{way_out}")
     hints = get_type_hints(config)
     for name, value in found.items():
         if not _is_of(hints[name], value):

@@ -33,6 +33,12 @@ class LayerConfig(HeadConfig):
     rope_theta: float = from_target()
     """Base of the rotary frequencies."""
 
+    def __post_init__(self) -> None:
+        """Reject heads that cannot be rotated."""
+        super().__post_init__()
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+
 
 class RMSNorm(nn.Module):
     """Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467), in float32 or better."""

@@ -7,17 +7,24 @@ It is written to a temporary folder, synced to disk and renamed; the frozen targ
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import RNG_STATE_NAME, load
+from safetensors import SafetensorError
 
 from heads.files import sync_entry, write_atomically
+from train.config import naming
 
 STATE = "state.json"
 TEMPORARY = ".incomplete"
+DAMAGED = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError)
+"""What reading a damaged file can raise."""
 
 
 @dataclass
@@ -60,21 +67,32 @@ class Checkpoints:
         path = self.folder / f"step_{progress.step:06d}"
         if not path.exists():
             temporary = path.with_name(path.name + TEMPORARY)
-            accelerator.save_state(str(temporary))
+            with writing_run():
+                accelerator.save_state(str(temporary))
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                (temporary / STATE).write_text(json.dumps(asdict(progress)))
-                sync_folder(temporary)
-                temporary.rename(path)
-                sync_entry(self.folder)
-                self._prune()
+                with writing_run():
+                    (temporary / STATE).write_text(json.dumps(asdict(progress)))
+                    sync_folder(temporary)
+                    temporary.rename(path)
+                    sync_entry(self.folder)
+                    self._prune()
         elif accelerator.is_main_process:
-            write_atomically(path / STATE, lambda new: new.write_text(json.dumps(asdict(progress))))
+            with writing_run():
+                write_atomically(path / STATE, lambda new: new.write_text(json.dumps(asdict(progress))))
         accelerator.wait_for_everyone()
 
     def read(self, path: Path) -> Progress:
         """Return the progress of the checkpoint at `path`."""
-        return Progress(**json.loads((path / STATE).read_text()))
+        with _reading(path):
+            return Progress(**json.loads((path / STATE).read_text()))
+
+    def load(self, accelerator: Accelerator, path: Path) -> None:
+        """Put head, optimiser, schedule and random numbers back as they were at the checkpoint at `path`."""
+        with _reading(path):
+            # accelerate passes over random numbers that it cannot read, and the run would not go on as it was
+            load(str(path / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"))
+            accelerator.load_state(str(path))
 
     def _complete(self) -> list[Path]:
         paths = [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
@@ -84,6 +102,18 @@ class Checkpoints:
         for path in self._complete()[: -self._keep]:
             # renamed first, so that a kill in between leaves no half-deleted checkpoint behind
             shutil.rmtree(path.rename(path.with_name(path.name + TEMPORARY)))
+
+
+def writing_run() -> AbstractContextManager[None]:
+    """Say what helps where a run's folder cannot be written to."""
+    way_out = "make room there, and the same command goes on from the newest checkpoint"
+    return naming("run.dir", way_out, SafetensorError, RuntimeError)
+
+
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return naming(
+        f"cannot continue from {path}", "if it is damaged, delete it, and the run goes on from an earlier one", *DAMAGED
+    )
 
 
 def sync_folder(folder: Path) -> None:

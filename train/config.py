@@ -31,11 +31,18 @@ def require(condition: bool, message: str) -> None:
 
 
 @contextmanager
-def naming(key: str, way_out: str) -> Iterator[None]:
-    """Name the key whose value made a file or folder impossible to read or write, and the way out."""
+def naming(key: str, way_out: str, *further: type[Exception]) -> Iterator[None]:
+    """Name the key whose value made a file or folder impossible to read or write, and the way out.
+
+    Args:
+        key: The key.
+        way_out: What the user can do.
+        further: Errors that mean it beside `OSError`; torch and safetensors have their own.
+    """
+    known: tuple[type[Exception], ...] = (OSError, *further)
     try:
         yield
-    except OSError as error:
+    except known as error:
         raise ConfigError(f"{key}: {error}; {way_out}") from error
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data.conversations import Encoded
@@ -89,6 +89,11 @@ class DraftModelInTraining(Head):
     def model(self) -> PreTrainedModel:
         """The whole model."""
         return self._draft.model.model
+
+    @property
+    def drafting_model(self) -> nn.Module:
+        """The whole model, with its lm_head."""
+        return self.model
 
     def forward(self, batch: FeatureBatch) -> HeadOutput:
         """Return the loss summed over supervised tokens: each is predicted from the tokens before it."""

@@ -71,7 +71,7 @@ class Evaluation:
 
     def __call__(self, give_up: Callable[[], bool]) -> Mapping[str, float] | None:
         """Return what `summarise` makes of all prompts, or None if `give_up` said so in any process."""
-        packed = PackedLinears(self._head)  # as a head that is loaded from its folder
+        packed = PackedLinears(self._head.drafting_model)  # as a head that is loaded from its folder
         try:
             return self._evaluate(give_up)
         finally:

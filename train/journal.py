@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from heads.files import write_atomically
-from train.checkpoints import Progress
+from train.checkpoints import Progress, writing_run
 from train.config import ConfigError, RunConfig, flat
 from train.picture import draw_curves
 
@@ -37,7 +37,8 @@ class Journal:
     def open(self, config: RunConfig, progress: Progress, total_steps: int, facts: Mapping[str, int]) -> None:
         """Cut the metrics back to `progress`, start the trackers with config and `facts`, and show the bar."""
         if self._accelerator.is_main_process:
-            cut_metrics(self._path, progress)
+            with writing_run():
+                cut_metrics(self._path, progress)
         if config.run.tracker is not None:
             settings = {
                 "name": config.run.name,
@@ -69,7 +70,7 @@ class Journal:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` at an optimiser step."""
         if self._accelerator.is_main_process:
-            with self._path.open("a") as file:
+            with writing_run(), self._path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -29,7 +29,7 @@ from decode import Target, UnsupportedTargetError
 from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
 from heads.files import write_atomically
-from train.checkpoints import Checkpoints, Progress
+from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import load_config
 from train.config import ConfigError, RunConfig, differences, flat, naming, read_flat, to_yaml
 from train.evaluate import Evaluation
@@ -176,8 +176,7 @@ def _progress(checkpoints: Checkpoints, inputs: str) -> Progress:
     newest = checkpoints.newest()
     if newest is None:
         return Progress(inputs=inputs, tracker_id=uuid.uuid4().hex[:12])
-    with naming("run.dir", f"delete {newest}, and the run goes on from an earlier one"):
-        progress = checkpoints.read(newest)
+    progress = checkpoints.read(newest)
     if progress.inputs != inputs:
         raise ConfigError(
             f"the target or the data of {checkpoints.folder.parent} have changed since it was started, so it cannot be "
@@ -211,8 +210,7 @@ def _fit(
     prepared, optimizer, scheduler = accelerator.prepare(head.train(), optimizer, scheduler)
     newest = checkpoints.newest()
     if newest is not None:
-        with naming("run.dir", f"delete {newest}, and the run goes on from an earlier one"):
-            accelerator.load_state(str(newest))
+        checkpoints.load(accelerator, newest)
         journal.say(f"continuing at step {progress.step} from {newest}")
     evaluate = Evaluation(accelerator, target, head, inputs.prompts, config.eval) if inputs.prompts else None
     source = _features(accelerator, config, target, head.feature_layers, inputs, journal)
@@ -225,7 +223,8 @@ def _fit(
     def write_head(name: str, measured: Mapping[str, float]) -> None:
         if accelerator.is_main_process:
             notes = HeadNotes(training={**fixed, "step": progress.step}, measured=dict(measured))
-            save(head, config.run.folder / name, target=target, notes=notes)
+            with writing_run():
+                save(head, config.run.folder / name, target=target, notes=notes)
 
     trainer = Trainer(
         accelerator=accelerator,
@@ -243,12 +242,11 @@ def _fit(
         save_head=write_head,
     )
     facts = {"head.parameters": parameters, "data.samples": len(inputs.samples)}
-    with naming("run.dir", "make room there, and the same command goes on from the newest checkpoint"):
-        journal.open(config, progress, total_steps, facts)
-        try:
-            return trainer.run()
-        finally:
-            journal.close()
+    journal.open(config, progress, total_steps, facts)
+    try:
+        return trainer.run()
+    finally:
+        journal.close()
 
 
 def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Inputs) -> dict[str, object]:

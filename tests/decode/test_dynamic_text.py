@@ -83,7 +83,7 @@ class Recording:
     grow: DynamicTree
 
     def __post_init__(self) -> None:
-        self.depth, self.size, self.width = self.grow.depth, self.grow.size, self.grow.width
+        self.depth, self.max_nodes, self.width = self.grow.depth, self.grow.max_nodes, self.grow.width
         self.trees = []
 
     def __call__(self, *args, **options):

@@ -129,7 +129,7 @@ def drawn(draw: str, temperature: float, gumbel):
 
 def check_tree(tree, grow, expected, root: int) -> None:
     paths = sorted(grow.paths, key=lambda path: (len(path), path))
-    assert tree.shape.size == grow.size == len(paths) + 1
+    assert tree.shape.size == grow.max_nodes == len(paths) + 1
     assert int(tree.token_ids[0]) == root
     for node, path in enumerate(paths, start=1):
         assert tree.shape.depths[node] == len(path)
@@ -188,7 +188,7 @@ def test_drawn_trees_equal_a_recursion_and_carry_the_law_they_were_drawn_from(
 
         tokens, laws = expected_tree(drafter, b, paths, drawn(draw, temperature or 0.6, gumbel))
         check_tree(tree, grow, tokens, 5 + b)
-        assert tree.draws.probs.shape == (grow.size, V)
+        assert tree.draws.probs.shape == (grow.max_nodes, V)
         assert tree.draws.probs.dtype == torch.float64
         assert tree.draws.replacement == (draw == "with_replacement")
         for node, path in enumerate(order):
@@ -203,7 +203,7 @@ def test_drawn_trees_equal_a_recursion_and_carry_the_law_they_were_drawn_from(
 def test_a_chain_is_the_tree_of_the_best_tokens():
     assert Chain(3) == StaticTree(((0,), (0, 0), (0, 0, 0)))
     assert Chain(2, draw="hybrid", temperature=0.5) == StaticTree(((0,), (0, 0)), draw="hybrid", temperature=0.5)
-    assert (Chain(3).depth, Chain(3).size) == (3, 4)
+    assert (Chain(3).depth, Chain(3).max_nodes) == (3, 4)
     assert StaticTree(((0, 0), (0,), (0,))) == StaticTree(((0,), (0, 0)))
     for length in (0, -1):
         with pytest.raises(ValueError, match="at least 1 token"):

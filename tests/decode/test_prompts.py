@@ -107,3 +107,15 @@ def test_token_ids_in_a_file_are_a_prompt(tmp_path):
 def test_a_stop_string_that_texts_never_show_is_refused(tiny_target):
     with pytest.raises(ValueError, match="pass their ids as eos_ids"):
         generate(tiny_target, [5, 6], stop="<|im_end|>", max_new_tokens=4)
+
+
+def test_a_message_that_calls_a_tool_needs_no_text(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    messages = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "3"}]
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    assert read_prompts(path) == [messages]
+    del call["tool_calls"]
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(ValueError, match=r"tools\.jsonl:1"):
+        read_prompts(path)

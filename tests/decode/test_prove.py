@@ -49,7 +49,7 @@ def test_a_head_drafts_what_the_rule_is_for(saved, tiny_target, accept, tree, dr
     drafts, name = find_drafts(tiny_target, head=str(saved / "head"), draft_model=None, lookup=None, accept=accept)
     assert (drafts["grow"].paths, drafts["grow"].draw) == (tree.paths, draw)
     assert drafts["accept"] == accept
-    assert name.endswith(f"{'chain' if accept == 'block' else 'tree'} of {tree.size} nodes")
+    assert name.endswith(f"{'chain' if accept == 'block' else 'tree'} of {tree.max_nodes} nodes")
 
 
 @pytest.mark.parametrize("accept", ["match", "rejection", "block"])

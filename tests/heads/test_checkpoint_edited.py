@@ -1,6 +1,7 @@
 """Head folders that somebody edited: an error that names the folder and the key, never a head that drafts nonsense."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,3 +102,25 @@ def test_a_target_that_is_not_named_is_refused(folder, fields):
     edit(folder, "target", **fields)
     with pytest.raises(ValueError, match=r"my-head/config\.json: `target` must hold the name and the fingerprint"):
         read_notes(folder)
+
+
+@pytest.mark.parametrize("old", ["head_decay", "step_decay"])
+def test_fields_by_their_old_names_are_refused_with_the_new(tiny_target, folder, old):
+    config = json.loads((folder / "config.json").read_text())
+    config["config"][old] = config["config"].pop("depth_decay")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="are depth_decay now: rename it"):
+        load_head(folder, tiny_target)
+
+
+def test_weights_that_may_not_be_read_are_not_called_missing(tiny_target, folder, monkeypatch):
+    open_path = Path.open
+
+    def refuse(self, *arguments, **options):
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return open_path(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        load_head(folder, tiny_target)

@@ -1,4 +1,6 @@
 import json
+import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from accelerate import Accelerator
 
 from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress
+from train.config import ConfigError
 
 
 @pytest.fixture
@@ -61,3 +64,28 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path):
     assert path.read_text() == "old"
     write_atomically(path, lambda temporary: temporary.write_text(json.dumps("new")))
     assert json.loads(path.read_text()) == "new"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "state.json"])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64], ids=["empty", "overwritten"])
+def test_a_damaged_checkpoint_is_named_with_the_way_out(accelerator: Accelerator, tmp_path: Path, name: str, content):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(accelerator, Progress(step=3))
+    (tmp_path / "step_000003" / name).write_bytes(content)
+    use = checkpoints.read if name == "state.json" else partial(checkpoints.load, accelerator)
+    with pytest.raises(ConfigError, match=r"(?s)cannot continue from .*step_000003.* delete it"):
+        use(checkpoints.newest())
+
+
+def test_a_disk_that_takes_no_more_is_named_with_the_way_out(accelerator: Accelerator, tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(accelerator, Progress(step=3))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (0, 400):  # the weights do not fit, or the optimiser's state does not
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        try:
+            with pytest.raises(ConfigError, match=r"run\.dir: .*make room there"):
+                checkpoints.save(accelerator, Progress(step=4))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints.newest().name == "step_000003"

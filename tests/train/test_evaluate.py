@@ -110,7 +110,8 @@ def test_the_heads_linear_layers_are_packed_while_it_is_evaluated_and_no_longer(
         return True
 
     evaluation(max_new_tokens=4)(look)
-    assert seen and all(seen)
+    assert seen
+    assert all(seen)
     assert not any("forward" in vars(layer) for layer in layers)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from decode import Target
 from heads import load_head, read_notes
-from train.checkpoints import Checkpoints
 from train.evaluate import Evaluation
 
 Launch = Callable[..., Path]
@@ -180,16 +180,16 @@ def test_files_that_cannot_be_used_are_named_by_their_key_with_a_way_out(
         launch(f"--data.source={tmp_path / 'empty'}")
     folder = launch("--optim.steps=1")
 
-    def fail(self: Checkpoints, *arguments: object) -> None:
+    def fail(self: Accelerator, *arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", fail)
+        patch.setattr(Accelerator, "save_state", fail)
         with pytest.raises(SystemExit, match=r"error: run\.dir: .*No space left.*; make room there, and the same"):
             launch("--optim.steps=2")
     (folder / "checkpoints" / "step_000001" / "state.json").unlink()
     with pytest.raises(
-        SystemExit, match=r"error: run\.dir: .*state\.json.*; delete .*step_000001, and the run goes on"
+        SystemExit, match=r"error: cannot continue from .*step_000001: .*state\.json.*; if it is damaged, delete it"
     ):
         launch("--optim.steps=2")
     (folder / "run.yaml").unlink()
