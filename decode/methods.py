@@ -16,7 +16,7 @@ from decode.results import Generation, Stats
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import Head, load_head
-from heads.base import growing_tree
+from heads.growing import growing_tree
 
 HF_PACKED, HF = "transformers (packed weights)", "transformers"
 DRAFT_LENGTHS = (2, 3, 4)

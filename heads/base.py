@@ -170,11 +170,6 @@ Tree = Sequence[Sequence[int]] | Mapping[str, float] | None
 `decode.DynamicTree`, or None for a chain."""
 
 
-def growing_tree(max_depth: int) -> Mapping[str, int]:
-    """Return the settings of a small `decode.DynamicTree`, which suits heads that see the tokens drafted above."""
-    return {"depth": min(4, max_depth), "width": 4, "size": 10}
-
-
 class Head(nn.Module, ABC):
     """Trained weights of one head type. The target's `embed` and `lm_head` are lent, not owned.
 
@@ -185,7 +180,6 @@ class Head(nn.Module, ABC):
     Config: ClassVar[type[HeadConfig]]
     kind: ClassVar[str]
     """Head type: the name of the file in `heads/`, written to checkpoints."""
-
     depth_only: ClassVar[bool] = False
     """Whether the logits depend on the depth alone and not on the drafted tokens above."""
     vocabulary: Tensor | None

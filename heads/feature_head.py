@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heads.base import FeatureBatch, Head, HeadOutput, Lender, growing_tree
+from heads.base import FeatureBatch, Head, HeadOutput, Lender
 from heads.cache import TreeCache
 from heads.drafter import HeadDrafter
-from heads.growing import GrowingTree, level_visible
+from heads.growing import GrowingTree, growing_tree, level_visible
 from heads.labels import find_labels
 from heads.layers import DecoderLayer, LayerConfig, attend, read_on
 from heads.losses import check_losses, label_loss

@@ -1,11 +1,16 @@
-"""The tree that a drafter has grown so far in each row, level by level: who stands above whom, and what sees what."""
+"""Trees that drafters grow level by level: their usual size, who stands above whom, and what sees what."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+
+def growing_tree(max_depth: int) -> Mapping[str, int]:
+    """Return the settings of a small `decode.DynamicTree`, which suits heads that see the tokens drafted above."""
+    return {"depth": min(4, max_depth), "width": 4, "size": 10}
 
 
 class GrowingTree:

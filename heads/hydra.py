@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heads.base import FeatureBatch, Head, HeadOutput, Lender, growing_tree
+from heads.base import FeatureBatch, Head, HeadOutput, Lender
 from heads.cache import TreeCache
 from heads.drafter import HeadDrafter
+from heads.growing import growing_tree
 from heads.labels import Labels, find_labels
 from heads.layers import DecoderLayer, LayerConfig, RMSNorm, attend, read_on
 from heads.losses import check_losses, label_loss
