@@ -88,9 +88,10 @@ def rivals(
         drafting = Drafting(draft_model, Chain(chain))
         proposers[_label("draft model", drafting)] = drafting
     for name, head in heads.items():
-        depth = head.drafter().max_depth
-        tree = Drafting.of(head) if head.tree is not None else Drafting(head, DynamicTree.of(growing_tree(depth)))
-        for drafting in (Drafting(head, Chain(min(chain, depth))), tree):
+        depth, config = head.drafter().max_depth, head.config
+        tree = growing_tree(depth, config.draft_vocab_size or config.vocab_size)
+        grown = Drafting.of(head) if head.tree is not None else Drafting(head, DynamicTree.of(tree))
+        for drafting in (Drafting(head, Chain(min(chain, depth))), grown):
             proposers[_label(name, drafting)] = drafting
     return proposers
 

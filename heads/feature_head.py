@@ -52,7 +52,7 @@ class FeatureHead(Head):
 
     def __init__(self, config: FeatureHeadConfig, target: Lender) -> None:
         super().__init__(config, target)
-        self.tree = growing_tree(config.max_depth)
+        self.tree = growing_tree(config.max_depth, config.draft_vocab_size or config.vocab_size)
 
     @property
     def layer(self) -> DecoderLayer:

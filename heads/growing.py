@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 
-def growing_tree(max_depth: int) -> Mapping[str, int]:
-    """Return the settings of a small `decode.DynamicTree`, which suits heads that see the tokens drafted above."""
-    return {"depth": min(4, max_depth), "width": 4, "size": 10}
+def growing_tree(max_depth: int, num_tokens: int) -> Mapping[str, int]:
+    """Return the settings of a small `decode.DynamicTree`, which suits heads that see the tokens drafted above.
+
+    Args:
+        max_depth: Depth that the head can draft.
+        num_tokens: U, tokens that it can guess.
+    """
+    return {"depth": min(4, max_depth), "width": min(4, num_tokens), "size": 10}
 
 
 class GrowingTree:

@@ -95,7 +95,7 @@ class HydraHead(Head):
 
     def __init__(self, config: HydraConfig, target: Lender) -> None:
         super().__init__(config, target)
-        self.tree = growing_tree(config.num_heads)
+        self.tree = growing_tree(config.num_heads, config.draft_vocab_size or config.vocab_size)
         self.lent_weight()  # refuses a target whose lm_head the heads cannot use
         size = config.hidden_size
         self.prefix = PrefixLayer(config) if config.prefix_layer else None

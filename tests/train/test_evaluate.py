@@ -5,8 +5,8 @@ import torch
 from accelerate import Accelerator
 
 from decode import Drafting, DynamicTree, Sampling, StaticTree, Stats, Target, generate
-from heads.medusa import MedusaHead
-from train.config import EvalConfig
+from heads.medusa import MedusaConfig, MedusaHead
+from train.config import ConfigError, EvalConfig
 from train.evaluate import Decoded, Evaluation, draft_tree, summarise, tree_paths
 
 Sets = dict[str, list[list[int]]]
@@ -31,6 +31,13 @@ def evaluation(tiny_target: Target, tiny_head: MedusaHead, sets: Sets, fresh_acc
 def test_branching_becomes_paths():
     assert tree_paths([2, 1]) == ((0,), (1,), (0, 0), (1, 0))
     assert len(tree_paths([3, 2, 1])) == 3 + 6 + 6
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused_with_the_keys(tiny_target: Target):
+    head = MedusaHead(MedusaConfig(hidden_size=32, vocab_size=320, num_heads=3, draft_vocab_size=2), tiny_target)
+    with pytest.raises(ConfigError, match=r"3 children, .* 2 tokens; raise head\.draft_vocab_size .* lower eval\.tree"):
+        draft_tree(head, (3, 1))
+    assert draft_tree(head, (2, 1)).grow.width == 2
 
 
 def test_the_heads_own_tree_wins_over_the_configs(tiny_head: MedusaHead):
