@@ -170,3 +170,9 @@ def test_a_target_whose_lm_head_has_a_bias_is_not_taught_from_without_it():
     assert make_draft(target, losses={"ce": 1.0}).lm_head.bias is not None
     with pytest.raises(ValueError, match="bias"):
         make_draft(target, losses={"ce": 1.0, "tv": 0.9})
+
+
+def test_all_layers_that_draft_may_be_packed_the_lm_head_too(tiny_target: Target):
+    head = make_draft(tiny_target)
+    layers = [layer for layer in head.body.modules() if isinstance(layer, torch.nn.Linear)]
+    assert {*layers, head.model.lm_head} <= set(head.drafting_model.modules())
