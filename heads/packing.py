@@ -128,15 +128,22 @@ class _PackedForward:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         weight, bias = self._linear.weight, self._linear.bias
-        if torch.is_grad_enabled() or not _can_pack(weight):
+        if torch.is_grad_enabled():
             self._forget()  # what comes now may change the weight unseen, as fused optimisers do
-            return nn.functional.linear(x, weight, bias)
-        if x.dtype != torch.float32:
-            return nn.functional.linear(x, weight, bias)
-        if self._present is None or self._packed is None or not self._present.is_still(weight):
+        elif x.dtype == torch.float32 and self._is_packed():
+            assert self._packed is not None
+            return _multiply(x, self._packed, bias)
+        return nn.functional.linear(x, weight, bias)
+
+    def _is_packed(self) -> bool:
+        """Return whether the present weight is packed, after packing one that has changed if that can be."""
+        weight = self._linear.weight
+        if self._present is None or not self._present.is_still(weight):
+            if not _can_pack(weight):
+                self._forget()
+                return False
             self.pack()
-        assert self._packed is not None
-        return _multiply(x, self._packed, bias)
+        return True
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the packing out: it cannot be copied."""
