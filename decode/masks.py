@@ -35,6 +35,23 @@ def prefill_visible(start: int, size: int, device: torch.device) -> Tensor:
     return (slots <= slots[start:, None])[None]
 
 
+def slot_positions(lengths: Sequence[int], positions: Tensor, slots: int) -> Tensor:
+    """Return the position of what each slot holds: the committed tokens in order, then the tree's nodes.
+
+    Args:
+        lengths: Committed tokens of each row.
+        positions: [B, M] of the tree's nodes.
+        slots: Number of slots.
+
+    Returns:
+        [B, slots].
+    """
+    held = torch.arange(slots, device=positions.device).repeat(len(lengths), 1)
+    for row, length in enumerate(lengths):
+        held[row, length : length + positions.shape[1]] = positions[row]
+    return held
+
+
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where visible and the lowest finite value elsewhere: [B, N, slots] -> [B, 1, N, slots].
 

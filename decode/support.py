@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,9 +78,10 @@ def probe(target: Target) -> bool:
         out = session.score([tree])
         scored = out.logits[0, 3:].float()
         plain = []
-        for path in ((0, 1, 3), (0, 2, 4)):
-            text = torch.tensor([[*prompt, *(nodes[node] for node in path)]], device=target.device)
-            plain.append(target.model(input_ids=text, use_cache=False).logits[0, -1].float())
+        with contextlib.nullcontext() if target.packed is None else target.packed.disabled():
+            for path in ((0, 1, 3), (0, 2, 4)):
+                text = torch.tensor([[*prompt, *(nodes[node] for node in path)]], device=target.device)
+                plain.append(target.model(input_ids=text, use_cache=False).logits[0, -1].float())
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise UnsupportedTargetError(f"{name} cannot score a token tree: {error}") from error
     reference = torch.stack(plain)

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.capture import decoder_layers, hidden_states, outputs, side_by_side
+from decode.fused import pack_model
 from decode.loading import check_folder, find_device, find_dtype
-from decode.masks import additive_mask
+from decode.masks import additive_mask, slot_positions
 from decode.session import Session, TargetOutput
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
-from heads.packing import PackedLinears
+from heads.packing import PackedModules
 
 
 class Target:
@@ -40,6 +41,7 @@ class Target:
         *,
         name: str | None = None,
         pack: bool = True,
+        keep_weights: bool = True,
     ) -> None:
         """Wrap a loaded model.
 
@@ -47,7 +49,10 @@ class Target:
             model: A causal LM with attention "sdpa" or "eager". It is put into eval mode; nothing else of it changes.
             tokenizer: Needed for text prompts, stop strings and text results.
             name: How to call it in head folders; the model's own name by default.
-            pack: On a CPU, pack the float32 linear layers for inference (see `heads.packing`).
+            pack: On a CPU, compute with packed float32 weights and fused layers (see `decode.fused`): the same but for
+                rounding, and faster. Modules inside fused layers, and hooks on them, are not called.
+            keep_weights: Keep the plain weights beside the packed ones. Without them the model takes half the memory,
+                and is for inference only.
 
         Raises:
             UnsupportedTargetError: If the model cannot score trees exactly.
@@ -60,8 +65,18 @@ class Target:
         refuse_unsupported(model)
         names = inspect.signature(type(model).forward).parameters
         self._cache_keyword = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
-        self.packed = PackedLinears(model) if pack else None
+        self.packed = pack_model(model) if pack else None
         self.plain_logits = probe(self)
+        if self.packed and not keep_weights:
+            self._give_up_weights(self.packed)
+
+    def _give_up_weights(self, packed: PackedModules) -> None:
+        self.fingerprint  # noqa: B018 - read from the weights, and cached
+        packed.release(keep=self.lm_head)
+        for parameter in self.model.parameters():  # others may be views into the checkpoint's file, which they hold
+            if not parameter.is_meta:
+                parameter.data = parameter.data.clone()
+        packed.repack()
 
     @classmethod
     def from_pretrained(
@@ -72,6 +87,7 @@ class Target:
         device: str | torch.device | None = None,
         attn: str = "sdpa",
         pack: bool = True,
+        keep_weights: bool = False,
     ) -> Target:
         """Load a model and its tokenizer from a folder or the hub.
 
@@ -81,6 +97,7 @@ class Target:
             device: Where to put it; a GPU if there is one, else the CPU.
             attn: "sdpa" or "eager".
             pack: See `Target`.
+            keep_weights: See `Target`.
 
         Raises:
             ValueError: If there is no such precision or device.
@@ -91,7 +108,7 @@ class Target:
         check_folder(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, attn_implementation=attn)
-        return cls(model.to(place), tokenizer, name=name, pack=pack)  # type: ignore[arg-type]
+        return cls(model.to(place), tokenizer, name=name, pack=pack, keep_weights=keep_weights)  # type: ignore[arg-type]
 
     @property
     def embed(self) -> nn.Module:
@@ -254,7 +271,7 @@ class Target:
         full = additive_mask(visible, self.dtype)
         if self.window is None:
             return full
-        slots = _slot_positions(lengths, positions, visible.shape[-1])
+        slots = slot_positions(lengths, positions, visible.shape[-1])
         near = new[:, :, None] - slots[:, None, :] < self.window
         sliding = additive_mask(visible & near, self.dtype)
         return sliding if self._layer_kinds is None else {"full_attention": full, "sliding_attention": sliding}
@@ -274,11 +291,3 @@ class _TransformersCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self._cache.lengths)
-
-
-def _slot_positions(lengths: Sequence[int], positions: Tensor, slots: int) -> Tensor:
-    """Return the position of what each slot holds, [B, slots]: committed tokens in order, then the tree's nodes."""
-    held = torch.arange(slots, device=positions.device).repeat(len(lengths), 1)
-    for row, length in enumerate(lengths):
-        held[row, length : length + positions.shape[1]] = positions[row]
-    return held

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from heads.base import Head, HeadConfig, Lender, Tree, head_class
 from heads.files import write_atomically
-from heads.packing import PackedLinears
+from heads.packing import pack_linears
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 1
@@ -132,7 +132,7 @@ def load_head(
         head.tree = config["tree"]
     device = target.lm_head.get_parameter("weight").device
     head = head.to(device=device, dtype=dtype).eval()
-    PackedLinears(head)
+    pack_linears(head)
     return head
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from decode import Chain, Drafting, Generation, Sampling, StaticTree, Stats, Target, generate
 from decode.intervals import ratio_interval, speedup_interval
 from heads.base import Head
-from heads.packing import PackedLinears
+from heads.packing import pack_linears
 from train.config import ConfigError, EvalConfig
 
 Method = Literal["plain", "tree", "chain"]
@@ -71,7 +71,7 @@ class Evaluation:
 
     def __call__(self, give_up: Callable[[], bool]) -> Mapping[str, float] | None:
         """Return what `summarise` makes of all prompts, or None if `give_up` said so in any process."""
-        packed = PackedLinears(self._head.drafting_model)  # as a head that is loaded from its folder
+        packed = pack_linears(self._head.drafting_model)  # as a head that is loaded from its folder
         try:
             return self._evaluate(give_up)
         finally:

@@ -13,7 +13,7 @@ from decode import Target
 from heads import HeadNotes, create_head, load_head, read_notes, save_head
 from heads import checkpoint as checkpoint_module
 from heads.medusa import MedusaConfig, MedusaHead
-from heads.packing import PackedLinears
+from heads.packing import pack_linears
 
 NOTES = HeadNotes(training={"steps": 7, "data": ["a", "b"]}, measured={"tokens_per_step": 1.9}, tree=[[0], [1], [0, 0]])
 
@@ -59,7 +59,7 @@ def test_save_then_load_is_bit_equal(tiny_target, tmp_path, own, size):
     for name, tensor in loaded.state_dict().items():
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name])
-    PackedLinears(head)  # as what was loaded
+    pack_linears(head)  # as what was loaded
     hidden = torch.randn(1, 3, 32)
     drafts = [h.drafter().sync(torch.zeros(1, 4, dtype=torch.int64), hidden, [3]) for h in (head, loaded)]
     assert torch.equal(*drafts)

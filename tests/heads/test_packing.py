@@ -7,7 +7,7 @@ from torch import nn
 
 from decode import Target, generate
 from heads import create_head, head_class, load_head, save_head
-from heads.packing import PackedLinears, PackedRows
+from heads.packing import PackedRows, pack_linears
 from train.new_head import target_sizes
 
 KINDS = {
@@ -126,7 +126,7 @@ def test_a_head_loads_in_inference_mode(load, target):
 
 def test_packing_leaves_no_trace_when_it_is_taken_off(load):
     head = load("hydra", None)
-    packed = PackedLinears(head)
+    packed = pack_linears(head)
     assert len(packed) == sum(type(module) is nn.Linear for module in head.modules()) > 0
     packed.disable()
     assert not any("forward" in vars(module) for module in head.modules())
