@@ -22,9 +22,6 @@ from decode.sampling import Sampler
 from decode.tree import TokenTree, tree_shape
 from heads import Drafter
 
-_DROPPED, _ORPHAN = -2, -1
-"""In place of a parent: no node at all; a node whose parent is not in the tree, which cannot be."""
-
 
 @dataclass(frozen=True)
 class DynamicTree:
@@ -92,21 +89,23 @@ class DynamicTree:
         if rows[0].sampling.greedy or not shared_noise:
             temperature = 0.0
         root = torch.zeros_like(roots)[:, None]
-        frontier = _Frontier(root.float(), root, root)
+        frontier = _Frontier(root.float(), root)
         level_logits = logits[:, None]  # [B, W, U], or [B, 1, U] where all nodes of a level share them
         levels: list[_Level] = []
-        candidates, given = 0, 1  # numbers used up so far
+        found = first = 0  # candidates above this level; the drafter's number of the frontier's first node
         for depth in range(1, self.depth + 1):
-            scores = _with_noise(level_logits, drafter, rows, depth, temperature)
+            scores = shared_scores(level_logits, drafter, rows, depth, temperature)
             level = self._candidates(frontier, scores, drafter.vocabulary)
             levels.append(level)
-            best = self._best(level, depth)
-            if best.shape[1] == 0:
+            count = self._count(levels)
+            if not count:
                 break
-            level_logits = drafter.extend(level.tokens.gather(1, best), level.given.gather(1, best))
-            added = torch.arange(given, given + best.shape[1], device=roots.device).expand_as(best)
-            frontier = _Frontier(level.values.gather(1, best), candidates + 1 + best, added)
-            candidates, given = candidates + level.values.shape[1], given + best.shape[1]
+            values, order = _ranked(level.values)
+            best, (siblings, width) = order[:, :count], (level.values.shape[1], frontier.numbers.shape[1])
+            parents = first + best // (siblings // width)
+            level_logits = drafter.extend(level.tokens.gather(1, best), parents)
+            frontier = _Frontier(values[:, :count], found + 1 + best)
+            found, first = found + siblings, first + width
         return _best_trees(levels, roots, self.size)
 
     def _candidates(self, frontier: _Frontier, scores: Tensor, vocabulary: Tensor | None) -> _Level:
@@ -115,29 +114,28 @@ class DynamicTree:
         # rounding may leave a little above 0, and a child must not be worth more than its parent
         log_probs = scores.log_softmax(-1).gather(-1, columns).float().clamp(max=0.0)
         values = frontier.values[..., None] + log_probs  # [B, W, k]
-        unsure = values.isnan() | (values.exp() < self.confidence)  # NaN: a row of logits that are all -inf
-        values = values.masked_fill(unsure, -torch.inf)
+        sure = values.exp() >= self.confidence  # a row of logits that are all -inf gives NaN, which is not
         tokens = columns if vocabulary is None else vocabulary[columns]
-        of_each = values.shape
         return _Level(
-            values.flatten(1),
-            tokens.expand(of_each).flatten(1),
-            frontier.numbers[..., None].expand(of_each).flatten(1),
-            frontier.given[..., None].expand(of_each).flatten(1),
+            values.where(sure, -torch.inf).flatten(1),
+            tokens.expand_as(values).flatten(1),
+            frontier.numbers[..., None].expand_as(values).flatten(1),
         )
 
-    def _best(self, level: _Level, depth: int) -> Tensor:
-        """Return the candidates to expand, best first: [B, C] -> [B, W], where W is 0 at the end of all trees.
+    def _count(self, levels: Sequence[_Level]) -> int:
+        """Return how many candidates of the last level to expand: those that could have a child in the tree.
 
-        Rows with fewer that are worth it carry others along, whose values, as all their descendants', are -inf.
+        Rows with fewer carry others along.
         """
-        if depth == self.depth:
-            return level.tokens[:, :0]
+        depth, last = len(levels), levels[-1].values
         # a child is chosen only after the root, the `depth` nodes above it and all those here better than its parent
-        count = max(0, min(self.width, self.size - 1 - depth))
-        if count and self.confidence > 0:
-            count = min(count, int(level.values.isfinite().sum(1).max()))
-        return _order(level.values)[:, :count]
+        count = max(0, min(self.width, self.size - 1 - depth)) if depth < self.depth else 0
+        if count and (self.confidence > 0 or last.device.type == "cpu"):  # else the wait for the numbers is too long
+            # and after all other candidates better than its parent
+            known = torch.cat([level.values for level in levels], dim=1)
+            least = known.topk(min(self.size - 2, known.shape[1])).values[:, -1:]
+            count = min(count, int((last >= least.clamp(min=torch.finfo(last.dtype).min)).sum(1).max()))
+        return count
 
 
 class _Frontier(NamedTuple):
@@ -146,8 +144,6 @@ class _Frontier(NamedTuple):
     values: Tensor
     numbers: Tensor
     """Among all candidates, from 1 on; the root is 0."""
-    given: Tensor
-    """In the drafter's numbering."""
 
 
 class _Level(NamedTuple):
@@ -157,11 +153,9 @@ class _Level(NamedTuple):
     tokens: Tensor
     parents: Tensor
     """Their numbers among all candidates; the root is 0."""
-    given: Tensor
-    """Their numbers in the drafter."""
 
 
-def _with_noise(logits: Tensor, drafter: Drafter, rows: Sequence[Sampler], depth: int, temperature: float) -> Tensor:
+def shared_scores(logits: Tensor, drafter: Drafter, rows: Sequence[Sampler], depth: int, temperature: float) -> Tensor:
     """Return the logits of nodes at `depth`, plus the noise of their position where the temperature is above 0."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
@@ -172,9 +166,10 @@ def _with_noise(logits: Tensor, drafter: Drafter, rows: Sequence[Sampler], depth
     return scores + (temperature * gumbel[:, None]).to(scores.dtype)
 
 
-def _order(values: Tensor) -> Tensor:
-    """Return numbers by falling value; among equals the earlier comes first, so parents before children."""
-    return values.sort(dim=-1, descending=True, stable=True).indices
+def _ranked(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and their numbers, falling; among equals the earlier comes first, so parents before children."""
+    ranked = values.sort(dim=-1, descending=True, stable=True)
+    return ranked.values, ranked.indices
 
 
 def _best_trees(levels: Sequence[_Level], roots: Tensor, size: int) -> list[TokenTree]:
@@ -182,20 +177,20 @@ def _best_trees(levels: Sequence[_Level], roots: Tensor, size: int) -> list[Toke
 
     Candidates are in order of depth, and siblings best first; their numbers in the tree keep that order.
     """
-    values, tokens, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    values, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     total = values.shape[1]
-    best = _order(values)[:, : size - 1]
-    chosen = torch.where(values.gather(1, best) > -torch.inf, best, total).sort(-1).values  # [B, n]; total: dropped
+    worth, order = (part[:, : size - 1] for part in _ranked(values))
+    chosen = order.where(worth > -torch.inf, total).sort(-1).values  # [B, n]; total: none
     index = chosen.clamp(max=total - 1)
-    count = chosen.shape[1]
-    numbers = torch.full((len(roots), total + 2), _ORPHAN, device=roots.device)  # in the tree, of root and candidates
-    numbers[:, 0] = 0
-    numbers.scatter_(1, chosen + 1, torch.arange(1, count + 1, device=roots.device).expand_as(chosen))
-    above = numbers.gather(1, parents.gather(1, index)).masked_fill(chosen == total, _DROPPED).cpu()
-    assert not bool((above == _ORPHAN).any()), "a child is worth more than its parent"
     token_ids = torch.cat([roots[:, None], tokens.gather(1, index)], dim=1)
     trees = []
-    for ids, row in zip(token_ids, above.tolist(), strict=True):
-        shape = tree_shape((-1, *(parent for parent in row if parent != _DROPPED)))
-        trees.append(TokenTree(ids[: shape.size], shape))
+    for ids, row in zip(token_ids, torch.stack([chosen, parents.gather(1, index)], dim=-1).tolist(), strict=True):
+        places = {0: 0}  # in the tree, of root and candidates
+        above = [-1]
+        for number, parent in row:
+            if number < total:
+                assert parent in places, "a child is worth more than its parent"
+                above.append(places[parent])
+                places[number + 1] = len(places)
+        trees.append(TokenTree(ids[: len(above)], tree_shape(tuple(above))))
     return trees

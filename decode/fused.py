@@ -8,6 +8,7 @@ and grouped K/V are read without being repeated. The result is the layer's own b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heads.packing import PackedForward, PackedLinear, PackedModules, PackedProduct, can_pack, may_use
+from heads.packing import PackedForward, PackedLinear, PackedModules
+from heads.products import PackedProduct, can_pack, may_use
 
-_FAMILIES = ("llama.modeling_llama", "mistral.modeling_mistral", "qwen2.modeling_qwen2", "qwen3.modeling_qwen3")
+FAMILIES = ("llama.modeling_llama", "mistral.modeling_mistral", "qwen2.modeling_qwen2", "qwen3.modeling_qwen3")
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -30,41 +32,59 @@ def pack_model(model: nn.Module) -> PackedModules:
 
 
 def _can_fuse(module: nn.Module) -> bool:
+    """Return whether it is a layer that is known here, whose weights can be packed."""
+    return is_known_layer(module) and all(map(can_pack, layer_linears(module)))
+
+
+def is_known_layer(module: nn.Module) -> bool:
     """Return whether it is a decoder layer of a known family, with that family's parts and plain linear layers."""
     family = type(module).__module__
     is_layer = type(module).__qualname__.endswith("DecoderLayer")
-    if not is_layer or family not in {f"transformers.models.{name}" for name in _FAMILIES}:
+    if not is_layer or family not in {f"transformers.models.{name}" for name in FAMILIES}:
         return False
     attention, mlp = module.get_submodule("self_attn"), module.get_submodule("mlp")
     norms = [part for name, part in module.named_modules() if name.endswith(("layernorm", "_norm"))]
-    linears = [attention.get_submodule(name) for name in _ATTENTION] + [mlp.get_submodule(name) for name in _MLP]
     return (
         all(type(part).__module__ == family for part in (attention, mlp, *norms))
-        and all(map(can_pack, linears))
+        and all(type(linear) is nn.Linear for linear in layer_linears(module))
         and attention.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
     )
 
 
-class FusedLayer:
-    """Replaces `forward` of one decoder layer."""
+def layer_linears(layer: nn.Module) -> list[nn.Module]:
+    """Return the linear layers of a decoder layer of a known family."""
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    return [attention.get_submodule(name) for name in _ATTENTION] + [mlp.get_submodule(name) for name in _MLP]
+
+
+class LayerForward(ABC):
+    """Replaces `forward` of one decoder layer of a known family; subclasses compute what is not attention."""
 
     def __init__(self, layer: Any) -> None:
-        """Pack a layer of one of the families above; its norms and settings are read where they are."""
+        """Take a layer; its norms and settings are read where they are."""
         attention, mlp = layer.self_attn, layer.mlp
         self._layer, self._attention, self._mlp = layer, attention, mlp
-        self._heads = attention.q_proj.out_features // attention.head_dim
-        self._kv_heads = attention.k_proj.out_features // attention.head_dim
+        heads, kv_heads = (linear.out_features // attention.head_dim for linear in (attention.q_proj, attention.k_proj))
+        self._sizes = [heads, kv_heads, kv_heads]
         self._qk_norms = [part for name, part in attention.named_children() if name in ("q_norm", "k_norm")]
-        self._qkv = PackedProduct([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._output = PackedProduct([attention.o_proj])
-        self._gate_up = PackedProduct([mlp.gate_proj, mlp.up_proj])
-        self._down = PackedProduct([mlp.down_proj])
-        self._products = (self._qkv, self._output, self._gate_up, self._down)
+        self._parts = [(module, dict(module._modules)) for module in (layer, attention, mlp)]
 
     @property
     def products(self) -> Sequence[PackedProduct]:
-        """The four of the layer."""
-        return self._products
+        """Products with packed weights; none here."""
+        return ()
+
+    @abstractmethod
+    def can_compute(self, states: Tensor) -> bool:
+        """Return whether the layer may be computed in this way; else it computes in its own."""
+
+    @abstractmethod
+    def before(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries, rotated keys and values, [B, N, heads or H, E] each."""
+
+    @abstractmethod
+    def after(self, attended: Tensor, states: Tensor) -> Tensor:
+        """Return the layer's output from what the heads read, [B, N, heads * E], and its input: [B, N, D]."""
 
     def __call__(
         self,
@@ -87,33 +107,30 @@ class FusedLayer:
             past_key_values: The same, in older versions of transformers.
             kwargs: As the layer takes them.
         """
-        if args or position_embeddings is None or not may_use(self._products, hidden_states):
+        usable = self.can_compute(hidden_states)
+        if args or position_embeddings is None or not usable or not self._is_whole():
             given = {"position_embeddings": position_embeddings, "cache": cache, "past_key_values": past_key_values}
             given = {name: value for name, value in given.items() if value is not None}
-            plain: Tensor = type(self._layer).forward(
-                self._layer, hidden_states, attention_mask, *args, **given, **kwargs
-            )
-            return plain
+            return self._plain(hidden_states, attention_mask, *args, **given, **kwargs)
         used = cache if cache is not None else past_key_values
-        attended = self._attend(hidden_states, attention_mask, position_embeddings, used)
-        hidden_states = self._output(attended, hidden_states)
-        gate_up = self._gate_up(_normed(hidden_states, self._layer.post_attention_layernorm))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self._down(self._mlp.act_fn(gate) * up, hidden_states)
+        queries, keys, values = self.before(hidden_states, position_embeddings)
+        return self.after(self._attend(queries, keys, values, attention_mask, used), hidden_states)
 
-    def _attend(self, states: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor], cache: Any) -> Tensor:
-        """Return what the heads read, side by side: [B, N, D] -> [B, N, heads * E]."""
-        rows, length, _ = states.shape
-        sizes = [self._heads, self._kv_heads, self._kv_heads]
-        qkv = self._qkv(_normed(states, self._layer.input_layernorm)).view(rows, length, sum(sizes), -1)
-        if self._qk_norms:
-            q, k, v = torch.split(qkv, sizes, dim=2)
-            q, k = (_normed(part, norm) for part, norm in zip((q, k), self._qk_norms, strict=True))
-            rotated, values = _rotate(torch.cat([q, k], dim=2), *rotation), v
-        else:
-            rotated, values = _rotate(qkv[:, :, : -self._kv_heads], *rotation), qkv[:, :, -self._kv_heads :]
-        queries, keys = (part.transpose(1, 2) for part in torch.split(rotated, sizes[:2], dim=2))
-        values = values.transpose(1, 2)
+    def _is_whole(self) -> bool:
+        """Return whether the layer's modules are still those that were taken; adapters take their places."""
+        return all(module._modules == parts for module, parts in self._parts)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the layer in its own way."""
+        for product in self.products:
+            product.require_weights()
+        states: Tensor = type(self._layer).forward(self._layer, *args, **kwargs)
+        return states
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """Return what the heads read, side by side: [B, N, heads * E]."""
+        rows, length = queries.shape[:2]
+        queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
         if cache is not None:
             keys, values = cache.update(keys, values, self._attention.layer_idx)
         causal = mask is None and length > 1
@@ -125,12 +142,63 @@ class FusedLayer:
         return attended.transpose(1, 2).reshape(rows, length, -1)
 
 
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    """Apply an RMSNorm of transformers' in one operation: [..., D] -> [..., D]."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+class FusedLayer(LayerForward):
+    """A decoder layer as four products with packed weights."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        attention, mlp = self._attention, self._mlp
+        self._qkv = PackedProduct([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._output = PackedProduct([attention.o_proj])
+        self._gate_up = PackedProduct([mlp.gate_proj, mlp.up_proj])
+        self._down = PackedProduct([mlp.down_proj])
+        self._products = (self._qkv, self._output, self._gate_up, self._down)
+
+    @property
+    def products(self) -> Sequence[PackedProduct]:
+        """The four of the layer."""
+        return self._products
+
+    def can_compute(self, states: Tensor) -> bool:
+        """Return whether the packed weights can be used; see `LayerForward`."""
+        return may_use(self._products, states)
+
+    def before(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values; see `LayerForward`."""
+        rows, length, _ = states.shape
+        qkv = self._qkv(normed(states, *norm_parameters(self._layer.input_layernorm))).view(
+            rows, length, sum(self._sizes), -1
+        )
+        if not self._qk_norms:  # rotated together
+            rotated = rotate(qkv[:, :, : -self._sizes[2]], *rotation)
+            queries, keys = torch.split(rotated, self._sizes[:2], dim=2)
+            return queries, keys, qkv[:, :, -self._sizes[2] :]
+        queries, keys, values = torch.split(qkv, self._sizes, dim=2)
+        queries, keys = (
+            normed(part, *norm_parameters(norm)) for part, norm in zip((queries, keys), self._qk_norms, strict=True)
+        )
+        return rotate(queries, *rotation), rotate(keys, *rotation), values
+
+    def after(self, attended: Tensor, states: Tensor) -> Tensor:
+        """Return the layer's output; see `LayerForward`."""
+        states = self._output(attended, states)
+        gate, up = self._gate_up(normed(states, *norm_parameters(self._layer.post_attention_layernorm))).chunk(
+            2, dim=-1
+        )
+        return self._down(self._mlp.act_fn(gate) * up, states)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_parameters(norm: Any) -> tuple[Tensor, float]:
+    """Return weight and epsilon of an RMSNorm of transformers'."""
+    return norm.weight, norm.variance_epsilon
+
+
+def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Apply an RMSNorm in one operation: [..., D] -> [..., D]."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries and keys by their positions: [B, N, heads, E], [B or 1, N, E] twice -> [B, N, heads, E]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from heads.packing import PackedRows
+from heads.products import PackedRows
 
 
 def from_target() -> Any:
@@ -180,8 +180,6 @@ class Head(nn.Module, ABC):
     Config: ClassVar[type[HeadConfig]]
     kind: ClassVar[str]
     """Head type: the name of the file in `heads/`, written to checkpoints."""
-    depth_only: ClassVar[bool] = False
-    """Whether the logits depend on the depth alone and not on the drafted tokens above."""
     vocabulary: Tensor | None
     """[U] target id of each logit column, ascending; None where the columns are the target's vocabulary."""
 
@@ -189,6 +187,7 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.tree: Tree = None
+        self.tuned: Mapping[str, Any] = {}  # plans of `decode.tune`
         self._lent = (target.embed, target.lm_head)
         self._packed_rows = PackedRows()
         size = config.draft_vocab_size

@@ -21,7 +21,7 @@ from heads.base import Head, HeadConfig, Lender, Tree, head_class
 from heads.files import write_atomically
 from heads.packing import pack_linears
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, TUNED = "config.json", "model.safetensors", "tuned.json"
 FORMAT = 1
 
 
@@ -66,6 +66,7 @@ def save_head(
         **asdict(notes or HeadNotes()),
     }
     text = json.dumps(config, indent=2) + "\n"  # before anything is replaced: notes may not be JSON
+    (folder / TUNED).unlink(missing_ok=True)  # made for other weights
     write_atomically(folder / WEIGHTS, lambda temporary: save_file(state, temporary))
     write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))
 
@@ -81,6 +82,24 @@ def write_notes(path: str | Path, notes: HeadNotes) -> None:
     folder = Path(path)
     text = json.dumps(_read_config(folder) | asdict(notes), indent=2) + "\n"
     write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))
+
+
+def read_plans(path: str | Path) -> dict[str, Any]:
+    """Return what `decode.tune` has written to a folder, by device and precision; empty if nothing.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    file = Path(path) / TUNED
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:  # of JSON and of UTF-8
+        raise ValueError(f"{file} is not valid JSON ({error}); delete it, or run decode.tune again") from error
+    if not isinstance(found, dict) or not all(isinstance(plan, dict) for plan in found.values()):
+        raise ValueError(f"{file} must hold a plan for each device; delete it, or run decode.tune again")
+    return found
 
 
 def load_head(
@@ -130,6 +149,7 @@ def load_head(
     head.load_state_dict(state, strict=True)
     if config["tree"] is not None:
         head.tree = config["tree"]
+    head.tuned = read_plans(folder)
     device = target.lm_head.get_parameter("weight").device
     head = head.to(device=device, dtype=dtype).eval()
     pack_linears(head)

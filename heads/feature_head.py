@@ -19,7 +19,7 @@ from heads.cache import TreeCache
 from heads.drafter import HeadDrafter
 from heads.growing import GrowingTree, growing_tree, level_visible
 from heads.labels import find_labels
-from heads.layers import DecoderLayer, LayerConfig, attend, read_on
+from heads.layers import DecoderLayer, LayerConfig, Rotation, attend, positions_behind, read_on
 from heads.losses import check_losses, label_loss
 from heads.unroll import Chains, find_chains, unroll
 
@@ -129,6 +129,8 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
         self._cache: TreeCache | None = None
         self._features = torch.empty(0)  # [B, 1 + M, D] of the root and of the nodes below it
         self._tree = GrowingTree(0, torch.device("cpu"))
+        self._rotation: Rotation = (torch.empty(0), torch.empty(0))  # of the last sync's places and those behind
+        self._last = torch.empty(0)  # [B, 1] the root's place among them
 
     @torch.inference_mode()
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
@@ -139,7 +141,11 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
         dtype = self._head.dtype
         fused = self._head.fuse(hidden.to(dtype), None if features is None else features.to(dtype))
         inputs, residuals = self._head.layer_input(self._head.embedded(token_ids[:, 1:]), fused)
-        self._features = read_on(self._head.layer, inputs, residuals, lengths, self._cache)
+        # the root's pair stands at the last committed position, and its children's one further
+        positions = positions_behind(self._cache, inputs.shape[1] + self.max_depth, inputs.device)
+        self._rotation = self._head.layer.self_attn.rotation(positions, dtype)
+        self._last = torch.tensor(lengths, device=inputs.device)[:, None] - 1
+        self._features = read_on(self._head.layer, inputs, residuals, lengths, self._cache, self._rotation)
         self._tree = GrowingTree(len(lengths), inputs.device)
         return self._logits(self._features)[:, 0]
 
@@ -148,17 +154,15 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
         """Run the layer over one level of nodes; see `Drafter.extend`."""
         assert self._cache is not None
         cache, layer = self._cache, self._head.layer
-        rows = torch.arange(len(token_ids), device=token_ids.device)[:, None]
+        rows = self._tree.rows
         inputs, residuals = self._head.layer_input(self._head.embedded(token_ids), self._features[rows, parents])
         level = self._tree.add(parents)
+        places = self._last + level.sum(2)  # a node sees as many of the tree as it is deep
+        cos, sin = (table[rows, :, places].transpose(1, 2) for table in self._rotation)
         cache.reserve_for(token_ids.shape[1])
-        # the root's pair stands at the last committed position, and its children's one further
-        before = torch.tensor(cache.lengths, device=token_ids.device)[:, None] - 1
-        positions = before + self._tree.depths[:, -token_ids.shape[1] :]
         cache.begin(token_ids.shape[1], token_ids.device)
-        keys, values = cache.write(0, *layer.self_attn.keys_values(inputs, positions))
-        visible = level_visible(level, cache.lengths)
-        attended = attend(layer.self_attn.queries(inputs, positions), keys, values, visible)
+        queries, keys, values = layer.self_attn.project(inputs, (cos, sin))
+        attended = attend(queries, *cache.write(0, keys, values), level_visible(level, cache.lengths))
         new = layer.finish(residuals, attended)
         self._features = torch.cat([self._features, new], dim=1)
         return self._logits(new)
@@ -172,7 +176,10 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
         assert self._cache is not None
         self._cache.keep(rows)
         self._tree.keep(rows)
-        self._features = self._features[list(rows)]
+        index = list(rows)
+        cos, sin = self._rotation
+        self._features, self._last = self._features[index], self._last[index]
+        self._rotation = (cos[index], sin[index])
 
 
 def _padded(batch: FeatureBatch) -> FeatureBatch:

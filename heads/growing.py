@@ -19,30 +19,29 @@ def growing_tree(max_depth: int, num_tokens: int) -> Mapping[str, int]:
 
 
 class GrowingTree:
-    """Nodes below the root of B rows, in the order in which they were added; parents count from 1, the root is 0."""
+    """Nodes below the root of B rows, numbered from 1 in the order in which they are added; the root is 0."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.depths = torch.empty(rows, 0, dtype=torch.int64, device=device)
+        self.rows = torch.arange(rows, device=device)[:, None]
+        """[B, 1], for indexing by row."""
+        self._seen = torch.empty(rows, 1, 0, dtype=torch.bool, device=device)  # [B, 1 + M, M]
+
+    @property
+    def depths(self) -> Tensor:
         """[B, M] 1 for the root's children."""
-        self.ancestors = torch.empty(rows, 0, 0, dtype=torch.bool, device=device)
-        """[B, M, M] whether node j is node i or stands above it."""
+        return self._seen[:, 1:].sum(2)
 
     def add(self, parents: Tensor) -> Tensor:
         """Add one level and return what its nodes see of the tree, themselves included: [B, W] -> [B, W, M] bool."""
         rows, width = parents.shape
-        row = torch.arange(rows, device=parents.device)[:, None]
-        depths = torch.nn.functional.pad(self.depths, (1, 0))[row, parents] + 1
-        above = torch.nn.functional.pad(self.ancestors, (0, 0, 1, 0))[row, parents]  # the root is no slot of the tree
         itself = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, -1, -1)
-        level = torch.cat([above, itself], dim=2)
-        self.ancestors = torch.cat([torch.nn.functional.pad(self.ancestors, (0, width)), level], dim=1)
-        self.depths = torch.cat([self.depths, depths], dim=1)
+        level = torch.cat([self._seen[self.rows, parents], itself], dim=2)
+        self._seen = torch.cat([torch.nn.functional.pad(self._seen, (0, width)), level], dim=1)
         return level
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        index = list(rows)
-        self.depths, self.ancestors = self.depths[index], self.ancestors[index]
+        self.rows, self._seen = self.rows[: len(rows)], self._seen[list(rows)]
 
 
 def level_visible(ancestors: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -52,6 +51,8 @@ def level_visible(ancestors: Tensor, lengths: Sequence[int]) -> Tensor:
         ancestors: [B, W, M] bool: which of the tree's M nodes each of the level's W nodes sees, itself included.
         lengths: Committed tokens of each row.
     """
+    if len(set(lengths)) == 1:
+        return torch.nn.functional.pad(ancestors, (lengths[0], 0), value=True)
     _, width, size = ancestors.shape
     starts = torch.tensor(lengths, device=ancestors.device)[:, None, None]
     nodes = torch.arange(max(lengths) + size, device=ancestors.device) - starts  # [B, 1, slots] what each slot holds

@@ -19,9 +19,10 @@ from heads.cache import TreeCache
 from heads.drafter import HeadDrafter
 from heads.growing import growing_tree
 from heads.labels import Labels, find_labels
-from heads.layers import DecoderLayer, LayerConfig, RMSNorm, attend, read_on
+from heads.layers import DecoderLayer, LayerConfig, RMSNorm, attend, positions_behind, read_on
 from heads.losses import check_losses, label_loss
 from heads.medusa import ResidualBlock
+from heads.packing import SharedInput, outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class HydraConfig(LayerConfig):
         check_losses(self.losses)
 
 
-class FirstBlock(nn.Module):
+class FirstBlock(SharedInput):
     """`R x + SiLU(W x + b)` from a state and its embeddings to one state; at the start it returns the state."""
 
     def __init__(self, size: int, embeddings: int) -> None:
@@ -58,10 +59,15 @@ class FirstBlock(nn.Module):
         nn.init.eye_(self.res_connection.weight)
         nn.init.zeros_(self.res_connection.bias)
 
+    @property
+    def same_input(self) -> tuple[nn.Linear, ...]:
+        """Both."""
+        return self.res_connection, self.linear
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., (1 + embeddings) * D], the state first -> [..., D]."""
-        result: Tensor = self.res_connection(x) + F.silu(self.linear(x))
-        return result
+        residual, gate = outputs(self.same_input, x)
+        return residual + F.silu(gate)
 
 
 class PrefixLayer(DecoderLayer):
@@ -165,7 +171,10 @@ class HydraDrafter(HeadDrafter[HydraHead]):
             if self._cache is None:
                 self._cache = TreeCache(len(lengths), 2 * max(lengths))
             states = hidden.to(head.dtype)
-            state = read_on(head.prefix, head.prefix.input_layernorm(states), states, lengths, self._cache)[:, 0]
+            positions = positions_behind(self._cache, states.shape[1], states.device)
+            rotation = head.prefix.self_attn.rotation(positions, head.dtype)
+            normal = head.prefix.input_layernorm(states)
+            state = read_on(head.prefix, normal, states, lengths, self._cache, rotation)[:, 0]
         self._inputs = torch.cat([state, head.embedded(token_ids[rows, count])], dim=-1)[:, None]
         self._depth = self._first = 0
         return self._logits()[:, 0]

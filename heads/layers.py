@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 from heads.base import HeadConfig, from_target
 from heads.cache import TreeCache
+from heads.packing import SharedInput, add_output, outputs
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary angles, [B, 1, N, E / 2] each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +54,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
+        if x.dtype == torch.float32 and not torch.is_grad_enabled():  # the same but for rounding
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (precise * scale).to(x.dtype)
 
 
-class Attention(nn.Module):
+class Attention(SharedInput):
     """Projections of grouped-query attention with rotary positions (Su et al. 2021, arXiv:2104.09864)."""
 
     def __init__(self, config: LayerConfig, input_size: int) -> None:
@@ -71,28 +77,44 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         self.theta = config.rope_theta
 
+    @property
+    def same_input(self) -> tuple[nn.Linear, ...]:
+        """Those of queries, keys and values."""
+        return self.q_proj, self.k_proj, self.v_proj
+
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[B, N, input], [B, N] -> rotated queries [B, heads, N, E]."""
-        return self._rotate(self._split(self.q_proj(x), self.num_heads), positions)
+        return _rotate(self._split(self.q_proj(x)), self.rotation(positions, x.dtype))
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[B, N, input], [B, N] -> rotated keys and values, [B, H, N, E] each."""
-        keys = self._rotate(self._split(self.k_proj(x), self.num_kv), positions)
-        return keys, self._split(self.v_proj(x), self.num_kv)
+        keys = _rotate(self._split(self.k_proj(x)), self.rotation(positions, x.dtype))
+        return keys, self._split(self.v_proj(x))
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.reshape(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `queries` and both `keys_values` at once, for drafting."""
+        queries, keys, values = outputs(self.same_input, x)
+        rotated = _rotate(self._split(torch.cat([queries, keys], dim=-1)), rotation)
+        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], self._split(values)
 
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        half = torch.arange(0, self.head_dim, 2, device=x.device, dtype=exact) / self.head_dim
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return how queries and keys at positions [B, N] are rotated."""
+        exact = torch.promote_types(dtype, torch.float32)
+        half = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=exact) / self.head_dim
         angles = positions[:, None, :, None] * self.theta**-half  # [B, 1, N, E / 2]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)
 
 
-class MLP(nn.Module):
+def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class MLP(SharedInput):
     """Gated MLP with SiLU."""
 
     def __init__(self, config: LayerConfig) -> None:
@@ -101,10 +123,15 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return result
+    @property
+    def same_input(self) -> tuple[nn.Linear, ...]:
+        """Those that widen."""
+        return self.gate_proj, self.up_proj
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[..., D] twice -> [..., D], the residual added."""
+        gate, up = outputs(self.same_input, x)
+        return add_output(residual, self.down_proj, F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -118,12 +145,24 @@ class DecoderLayer(nn.Module):
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Add attention's result [B, heads, N, E] and the MLP's to the residual stream [B, N, D]."""
-        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = add_output(residual, self.self_attn.o_proj, attended.transpose(1, 2).flatten(2))
+        result: Tensor = self.mlp(self.post_attention_layernorm(x), x)
         return result
 
 
-def read_on(layer: DecoderLayer, inputs: Tensor, residuals: Tensor, lengths: Sequence[int], cache: TreeCache) -> Tensor:
+def positions_behind(cache: TreeCache, count: int, device: torch.device) -> Tensor:
+    """Return the next `count` positions of each row: [B, count]."""
+    return torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(count, device=device)
+
+
+def read_on(
+    layer: DecoderLayer,
+    inputs: Tensor,
+    residuals: Tensor,
+    lengths: Sequence[int],
+    cache: TreeCache,
+    rotation: Rotation,
+) -> Tensor:
     """Add new places of texts to the layer's K/V, and return its output at each row's last.
 
     There is no layer above that would look at the others' outputs.
@@ -134,6 +173,7 @@ def read_on(layer: DecoderLayer, inputs: Tensor, residuals: Tensor, lengths: Seq
         residuals: [B, L, D] the residual stream.
         lengths: New places in each row.
         cache: K/V of the texts so far; a tree grown behind them is forgotten.
+        rotation: That of the positions behind the cache, at least L.
 
     Returns:
         [B, 1, D].
@@ -142,15 +182,15 @@ def read_on(layer: DecoderLayer, inputs: Tensor, residuals: Tensor, lengths: Seq
     cache.forget_tree()
     cache.reserve_for(size)
     rows, last = torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device) - 1
-    positions = torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(size, device=device)
     cache.begin(size, device)
-    keys, values = cache.write(0, *layer.self_attn.keys_values(inputs, positions))
-    own = positions[rows, last][:, None]  # [B, 1]; slots behind it hold padding
-    visible = torch.arange(keys.shape[2], device=device) <= own[..., None]  # [B, 1, slots]
-    queries = layer.self_attn.queries(inputs[rows, last][:, None], own)
-    output = layer.finish(residuals[rows, last][:, None], attend(queries, keys, values, visible))
+    cos, sin = rotation
+    queries, keys, values = layer.self_attn.project(inputs, (cos[:, :, :size], sin[:, :, :size]))
+    keys, values = cache.write(0, keys, values)
     cache.commit([range(length) for length in lengths])
-    return output
+    ends = torch.tensor(cache.lengths, device=device)  # slots behind them hold padding
+    visible = torch.arange(keys.shape[2], device=device) < ends[:, None, None]  # [B, 1, slots]
+    queries = queries[rows, :, last][:, :, None]
+    return layer.finish(residuals[rows, last][:, None], attend(queries, keys, values, visible))
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from heads.base import FeatureBatch, Head, HeadConfig, HeadOutput, Lender
 from heads.drafter import HeadDrafter
 from heads.labels import find_labels
 from heads.losses import check_losses, label_loss
+from heads.packing import SharedInput, outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +59,11 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHead(Head):
+class MedusaHead(Head, SharedInput):
     """K independent residual heads; their output projection is the target's unless `own_lm_head` is set."""
 
     Config = MedusaConfig
     kind = "medusa"
-    depth_only = True
     config: MedusaConfig
     projection: nn.Parameter | None
 
@@ -85,9 +85,19 @@ class MedusaHead(Head):
             with torch.no_grad():
                 self.projection.copy_(self.lent_weight().float().expand_as(self.projection))
 
+    @property
+    def same_input(self) -> tuple[nn.Linear, ...]:
+        """Each head's first, which all read the target's state."""
+        firsts = [next(block.children()) for block in self.blocks]
+        return tuple(first.linear for first in firsts if isinstance(first, ResidualBlock))
+
     def states(self, hidden: Tensor) -> Tensor:
         """Map the target's states to each head's: [..., D] -> [..., K, D]."""
-        return torch.stack([block(hidden) for block in self.blocks], dim=-2)
+        states = hidden[..., None, :] + F.silu(torch.stack(list(outputs(self.same_input, hidden)), dim=-2))
+        if self.config.num_layers == 1:
+            return states
+        further = [nn.Sequential(*list(block.children())[1:]) for block in self.blocks]
+        return torch.stack([rest(state) for rest, state in zip(further, states.unbind(-2), strict=True)], dim=-2)
 
     def forward(self, batch: FeatureBatch) -> HeadOutput:
         """Return the loss summed over label positions and heads; see `vocabulary_loss` for one term.

@@ -8,14 +8,15 @@ since is packed again. `PackedModules.release` gives the plain weights up, where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeGuard
+from itertools import chain
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-_ROWS_HINT = 16
+from heads.products import PackedProduct, can_pack, may_use
 
 
 class PackedForward(Protocol):
@@ -88,187 +89,60 @@ class PackedModules:
             self.enable()
 
 
+class SharedInput(nn.Module, ABC):
+    """A module with linear layers that read the same input, and so can be packed as one product."""
+
+    @property
+    @abstractmethod
+    def same_input(self) -> tuple[nn.Linear, ...]:
+        """These layers, as they are given to `outputs`."""
+
+
 def pack_linears(model: nn.Module) -> PackedModules:
-    """Pack the float32 linear layers of a model on a CPU, in place.
+    """Pack the float32 linear layers of a model on a CPU, in place; those of each `SharedInput` together.
 
     Embeddings and subclasses of `nn.Linear` (quantised layers, adapters) are left alone, as are models on other
     devices.
     """
-    return PackedModules([(module, PackedLinear(module)) for module in model.modules() if can_pack(module)])
+    groups = [module.same_input for module in model.modules() if isinstance(module, SharedInput)]
+    groups = [group for group in groups if all(map(can_pack, group))]
+    grouped = set(chain.from_iterable(groups))
+    groups += [(module,) for module in model.modules() if can_pack(module) and module not in grouped]
+    products = [(group, PackedProduct(group)) for group in groups]
+    return PackedModules([(linear, PackedLinear(linear, product)) for group, product in products for linear in group])
 
 
-def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether it is a plain linear layer whose weight can be packed."""
-    return type(module) is nn.Linear and _can_pack(module.weight)
+def outputs(linears: tuple[nn.Linear, ...], x: Tensor) -> Sequence[Tensor]:
+    """Return what each of several layers makes of the same input, in one product if they are packed together."""
+    packed = linears[0].forward
+    if isinstance(packed, PackedLinear) and packed.product.linears == linears and may_use(packed.products, x):
+        return packed.product.outputs(x)
+    return [linear(x) for linear in linears]
 
 
-class PackedProduct:
-    """One product in place of those of several linear layers with the same input: their outputs, side by side."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._linears = tuple(linears)
-        self._released = False
-        self.pack()
-
-    def _parameters(self) -> list[Tensor | None]:
-        return [parameter for linear in self._linears for parameter in (linear.weight, linear.bias)]
-
-    def pack(self) -> None:
-        """Lay out the present weights."""
-        if not self._released:
-            self._present: list[_Present | None] = [None if p is None else _Present(p) for p in self._parameters()]
-            self._packed: Tensor | None = _pack(_joined([linear.weight.detach() for linear in self._linears]))
-            self._bias = self._joined_bias()
-
-    def _joined_bias(self) -> Tensor | None:
-        biases = [linear.bias for linear in self._linears]
-        if all(bias is None for bias in biases):
-            return None
-        sizes = [linear.out_features for linear in self._linears]
-        return _joined([torch.zeros(n) if b is None else b.detach() for b, n in zip(biases, sizes, strict=True)])
-
-    def forget(self) -> None:
-        """Drop the packed weights; they are packed again when they are needed."""
-        if not self._released:
-            self._present, self._packed, self._bias = [], None, None
-
-    def is_ready(self) -> bool:
-        """Return whether the present weights are packed, after packing those that have changed if that can be."""
-        if self._released:
-            return True
-        parameters = self._parameters()
-        if len(self._present) == len(parameters) and all(map(_is_still, self._present, parameters)):
-            return True
-        if not all(map(can_pack, self._linears)):
-            self.forget()
-            return False
-        self.pack()
-        return True
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply, and add the residual if there is one. Only after `is_ready`.
-
-        Args:
-            x: [..., in] float32.
-            residual: [..., out].
-
-        Returns:
-            [..., out], `out` of all layers together.
-        """
-        assert self._packed is not None
-        if residual is None:
-            return _multiply(x, self._packed, self._bias)
-        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
-        return total
-
-    def release(self) -> None:
-        """Give up the plain weights, so that the packed ones are the only copy."""
-        self._released, self._present = True, []
-        for linear in self._linears:
-            linear.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
-
-    def refuse_training(self) -> None:
-        """Raise RuntimeError if there are no plain weights, which gradients need."""
-        if self._released:
-            raise RuntimeError(
-                "these layers are packed for inference and have no plain weights; load the model with "
-                "keep_weights=True, or with pack=False, to compute gradients or in another precision"
-            )
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave the packing out: it cannot be copied."""
-        self.refuse_training()
-        return {"_linears": self._linears, "_released": False, "_present": [], "_packed": None, "_bias": None}
+def add_output(residual: Tensor, linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return `residual + linear(x)`, in one operation if the layer is packed."""
+    packed = linear.forward
+    if isinstance(packed, PackedLinear) and packed.product.linears == (linear,) and may_use(packed.products, x):
+        return packed.product(x, residual)
+    output: Tensor = linear(x)
+    return residual + output
 
 
 class PackedLinear:
-    """Replaces `nn.Linear.forward` of one layer."""
+    """Replaces `nn.Linear.forward` of one layer, whose product may be that of several."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
         self._linear = linear
-        self._product = PackedProduct([linear])
+        self.product = PackedProduct([linear]) if product is None else product
 
     @property
     def products(self) -> Sequence[PackedProduct]:
         """Its only product."""
-        return [self._product]
+        return [self.product]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if may_use([self._product], x):
-            return self._product(x)
+        if may_use(self.products, x):
+            return self.product.outputs(x)[self.product.linears.index(self._linear)]
         return nn.functional.linear(x, self._linear.weight, self._linear.bias)
-
-
-def may_use(products: Sequence[PackedProduct], x: Tensor) -> bool:
-    """Return whether x can be multiplied by packed weights; else the module must compute in its own way.
-
-    Raises:
-        RuntimeError: If it must and cannot, as its plain weights are gone.
-    """
-    if torch.is_grad_enabled():
-        for product in products:
-            product.forget()  # what comes now may change the weight unseen, as fused optimisers do
-    elif x.dtype == torch.float32 and all(product.is_ready() for product in products):
-        return True
-    for product in products:
-        product.refuse_training()
-    return False
-
-
-class PackedRows:
-    """Products with chosen rows of another module's weight; packed once, and again when either has changed."""
-
-    def __init__(self) -> None:
-        self._weight: _Present | None = None
-        self._rows = torch.empty(0)
-        self._packed = torch.empty(0)
-
-    def __call__(self, weight: Tensor, rows: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return x -> x weight[rows]^T, [..., in] -> [..., U], for the present weight [out, in] and rows [U]."""
-        if not _can_pack(weight):
-            chosen = weight.detach()[rows]
-            return lambda x: nn.functional.linear(x, chosen)
-        if not _is_still(self._weight, weight) or not torch.equal(self._rows, rows):
-            self._weight, self._rows = _Present(weight), rows.clone()
-            self._packed = _pack(weight.detach()[rows])
-        packed = self._packed
-        return lambda x: _multiply(x, packed, None)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave the packing out: it cannot be copied."""
-        return vars(PackedRows())
-
-
-class _Present:
-    """A weight as it was, to tell whether it has changed since. Holds its memory, which could become another's."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight, self.version = weight.detach(), weight._version
-
-
-def _is_still(present: _Present | None, weight: Tensor | None) -> bool:
-    """Return whether a weight has not changed, but through `.data`, which torch does not count."""
-    if present is None or weight is None:
-        return present is None and weight is None
-    return weight.data_ptr() == present.weight.data_ptr() and weight._version == present.version
-
-
-def _can_pack(weight: Tensor) -> bool:
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return available and fits and not weight.is_inference()  # those do not tell their changes
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-    return packed
-
-
-def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return product
