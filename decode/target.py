@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.capture import decoder_layers, hidden_states, outputs, side_by_side
+from decode.compiled import compile_model
 from decode.fused import pack_model
 from decode.loading import check_folder, find_device, find_dtype
 from decode.masks import additive_mask, slot_positions
@@ -42,6 +43,7 @@ class Target:
         name: str | None = None,
         pack: bool = True,
         keep_weights: bool = True,
+        compile: bool = False,
     ) -> None:
         """Wrap a loaded model.
 
@@ -53,6 +55,7 @@ class Target:
                 rounding, and faster. Modules inside fused layers, and hooks on them, are not called.
             keep_weights: Keep the plain weights beside the packed ones. Without them the model takes half the memory,
                 and is for inference only.
+            compile: Compile the decoder layers instead of packing (see `decode.compiled`); for GPUs.
 
         Raises:
             UnsupportedTargetError: If the model cannot score trees exactly.
@@ -65,9 +68,9 @@ class Target:
         refuse_unsupported(model)
         names = inspect.signature(type(model).forward).parameters
         self._cache_keyword = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
-        self.packed = pack_model(model) if pack else None
+        self.packed = compile_model(model) if compile else pack_model(model) if pack else None
         self.plain_logits = probe(self)
-        if self.packed and not keep_weights:
+        if not (compile or keep_weights) and self.packed:
             self._give_up_weights(self.packed)
 
     def _give_up_weights(self, packed: PackedModules) -> None:
@@ -88,6 +91,7 @@ class Target:
         attn: str = "sdpa",
         pack: bool = True,
         keep_weights: bool = False,
+        compile: bool = False,
     ) -> Target:
         """Load a model and its tokenizer from a folder or the hub.
 
@@ -98,6 +102,7 @@ class Target:
             attn: "sdpa" or "eager".
             pack: See `Target`.
             keep_weights: See `Target`.
+            compile: See `Target`.
 
         Raises:
             ValueError: If there is no such precision or device.
@@ -108,7 +113,7 @@ class Target:
         check_folder(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, attn_implementation=attn)
-        return cls(model.to(place), tokenizer, name=name, pack=pack, keep_weights=keep_weights)  # type: ignore[arg-type]
+        return cls(model.to(place), tokenizer, name=name, pack=pack, keep_weights=keep_weights, compile=compile)  # type: ignore[arg-type]
 
     @property
     def embed(self) -> nn.Module:
