@@ -31,11 +31,11 @@ quickstart: $(INSTALLED) $(MODEL)/config.json
 	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu.yaml train/medusa.py \
 		--config configs/medusa/quickstart.yaml
 	@echo "3/4 choose the draft tree that is fastest on this machine"
-	$(PYTHON) -m decode.tune $(MODEL) --head runs/quickstart/last --prompts data/prompts/calibration.jsonl \
+	$(PYTHON) -m decode.tune $(MODEL) --head runs/quickstart/last --prompts data/prompts/calibration.jsonl --num 8 \
 		--max-new-tokens 64
 	@echo "4/4 decode held-out prompts with and without the heads"
 	$(PYTHON) -m decode.bench $(MODEL) --head runs/quickstart/last --prompts data/prompts/held_out.jsonl --num 6 \
-		--max-new-tokens 64 --out runs/quickstart/bench.json
+		--max-new-tokens 64 --out runs/quickstart/bench
 
 test: $(INSTALLED) $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "not slow and not long and not gpu and not engine"

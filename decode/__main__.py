@@ -8,15 +8,22 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from typing import Literal
 
+from decode.adaptive_lookup import AdaptiveLookup
+from decode.costs import measure_costs
 from decode.generation import DRAFT_LENGTH, RULES, draft_chain, stream
 from decode.grow import Grow, StaticTree
+from decode.lookup import PromptLookup
 from decode.options import TREE_OPTIONS, add_tree_options, dynamic_tree, tree_settings
-from decode.propose import Drafting, PromptLookup
+from decode.propose import Drafting, Proposer
 from decode.sampling import Sampling
 from decode.support import UnsupportedTargetError
 from decode.target import Target
 from heads import Head, load_head
+
+LOOKUP_NODES = (1, 2, 4, 8, 16, 32)
+"""Sizes of the passes that `--lookup` measures."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +39,19 @@ def parser() -> argparse.ArgumentParser:
     drafts.add_argument(
         "--draft-model", metavar="DIR", help="small model with the target's tokenizer, folder or hub name"
     )
-    drafts.add_argument("--lookup", type=int, metavar="N", help="draft up to N tokens by prompt lookup")
+    drafts.add_argument(
+        "--lookup",
+        nargs="?",
+        const="auto",
+        type=_lookup_length,
+        metavar="N",
+        help="draft up to N tokens by prompt lookup; without N (or auto) as many as pay, which is measured first",
+    )
+    p.add_argument(
+        "--fixed",
+        action="store_true",
+        help="draft in every step as decode.tune found best, without changing with the text",
+    )
     p.add_argument("--draft-length", type=int, metavar="N", help=f"tokens the draft model proposes ({DRAFT_LENGTH})")
     p.add_argument("--draft-temperature", type=float, metavar="T", help="of the draft model; default: the target's")
     p.add_argument(
@@ -112,6 +131,25 @@ def _chain(args: argparse.Namespace) -> StaticTree | None:
     return chain
 
 
+def _lookup_length(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor auto; write the prompt before --lookup, or --lookup auto"
+        ) from None
+
+
+def _lookup(length: int | Literal["auto"] | None, target: Target) -> Proposer | None:
+    if length is None:
+        return None
+    if length == "auto":
+        return AdaptiveLookup(measure_costs(target, nodes=LOOKUP_NODES, repeats=3))
+    return PromptLookup(length=length)
+
+
 def _run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         temperature=args.temperature,
@@ -133,10 +171,11 @@ def _run(args: argparse.Namespace) -> int:
         head=head,
         draft_model=args.draft_model,
         grow=_grow(args, head),
-        proposer=None if args.lookup is None else PromptLookup(length=args.lookup),
+        proposer=_lookup(args.lookup, target),
         sampling=sampling,
         accept=args.accept,
         max_new_tokens=args.max_new_tokens,
+        adapt=not args.fixed,
         stop=args.stop,
         raw=args.raw,
     )

@@ -101,23 +101,26 @@ class Match:
         """Decide all rows; see `AcceptRule`."""
         if all(row.sampling.greedy and not row.sampling.needs_context for row in rows):
             return _match_greedy(trees, logits)
-        return [self._walk(tree, logits[b], row) for b, (tree, row) in enumerate(zip(trees, rows, strict=True))]
+        return [follow_choices(tree, logits[b], row) for b, (tree, row) in enumerate(zip(trees, rows, strict=True))]
 
-    def _walk(self, tree: TokenTree, logits: Tensor, row: Randomness) -> Verdict:
-        tokens = tree.token_ids.tolist()
-        path = [0]
-        while True:
-            token = row.choose(logits[path[-1]], [tokens[node] for node in path[1:]])
-            child = next((c for c in tree.shape.children[path[-1]] if tokens[c] == token), None)
-            if child is None:
-                return Verdict(tuple(path), token)
-            path.append(child)
+
+def follow_choices(tree: TokenTree, logits: Tensor, row: Randomness) -> Verdict:
+    """Descend while a child carries the row's own choice: one row of `Match`, logits [N, V]."""
+    tokens = tree.token_ids.tolist()
+    path = [0]
+    while True:
+        token = row.choose(logits[path[-1]], [tokens[node] for node in path[1:]])
+        child = next((c for c in tree.shape.children[path[-1]] if tokens[c] == token), None)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
 
 
 def _match_greedy(trees: Sequence[TokenTree], logits: Tensor) -> list[Verdict]:
     """`Match` without noise and context: one argmax and one transfer for all nodes of all rows."""
     best = logits.argmax(-1)
     drafted = torch.nn.utils.rnn.pad_sequence([tree.token_ids for tree in trees], batch_first=True, padding_value=-1)
+    best = best[:, : drafted.shape[1]]  # what is behind it is padding
     verdicts = []
     for tree, (tokens, choices) in zip(trees, torch.stack([drafted, best], dim=1).tolist(), strict=True):
         path = [0]

@@ -1,92 +1,51 @@
-"""`python -m decode.bench TARGET --head HEAD --prompts FILE …`: what drafting gains on this machine, against what.
+"""`python -m decode.bench TARGET --head DIR … --prompts FILE …`: what drafting gains on this machine, against what.
 
-Every prompt is decoded by every method in turn, in an order that rotates from prompt to prompt, in one process, on one
-target object. Methods: our plain decoding; transformers' `generate` on the same packed weights and as transformers
-ships it; prompt lookup; the head as a chain and as its tree; chains from a draft model. Each text is compared with
-plain decoding's, token for token.
+Every batch of prompts is decoded by every method in turn, in an order that rotates, in one process and on one target
+object, after a warm-up. Each text is compared with plain decoding's of the same temperature and seed, token for token.
+Intervals are 95 % bootstrap intervals over batches.
 
-`python -m decode.bench compare HEAD HEAD … --prompts FILE … --out DIR` compares several heads, greedy and sampled, with
-confidence intervals and a picture; `python -m decode.bench compare --help` says how.
+Methods: plain decoding; prompt lookup that chooses its length by what passes cost here, and with --lookup N one that
+always proposes N tokens; each head as a chain and as its own tree (a small one if it has none); chains from the draft
+model; where decode.tune has left a plan for this machine, the tree that it chose and the one that adapts to the text.
+At temperature 0 with 1 row also transformers' generate, as it ships and on the packed weights, with its own prompt
+lookup and with the draft model as its assistant. Numbers in names of chains and trees are nodes, the root included.
+
+DIR gets raw.jsonl (a line for each batch), comparison.json and a picture for each number of rows. A run that was
+killed, or found the disk full, continues with the same command. The exit status is 1 if a text of ours differs without
+a near tie, 2 for bad input and for files that cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tqdm import tqdm
+import torch
 
-from decode.comparison import main as compare_heads
-from decode.measure import ALL, Result, longest, machine, markdown, measure, read_sets, to_ids, write_report
-from decode.methods import HF, HF_PACKED, Run, methods, select
-from decode.results import Stats
+from decode.adaptive import Adaptive
+from decode.chart import save_chart
+from decode.comparison import Comparison, theirs_run_at
+from decode.comparison_log import ComparisonLog
+from decode.comparison_table import Summary, summarise, tables
+from decode.costs import NODES, measure_costs
+from decode.draft_model import DraftModel
+from decode.machine import machine
+from decode.measure import Result, longest, read_sets, to_ids
+from decode.methods import HF, LOOKUP, check_proposers, name_heads, our_ways, select, their_runs
+from decode.propose import Drafting, Proposer
 from decode.sampling import Sampling
 from decode.target import Target
+from heads import load_head
+from heads.checkpoint import WEIGHTS, read_plans
 from heads.files import check_writable
-
-
-def compare(target: Target, runs: dict[str, Run], sets: dict[str, list[list[int]]], sampling: Sampling) -> list[Result]:
-    """Run every method on every prompt, interleaved, after one warm-up of each.
-
-    Args:
-        target: The target.
-        runs: From `methods`; "plain" must be there.
-        sets: Prompt ids by prompt set.
-        sampling: Settings with a seed, for judging differences.
-    """
-    warm_up = next(iter(sets.values()))[0]
-    for run in runs.values():
-        run(warm_up)
-    results: list[Result] = []
-    for set_name, prompts in sets.items():
-        by_name = {name: Result(name, set_name) for name in runs}
-        for number, ids in enumerate(tqdm(prompts, desc=set_name, unit="prompt")):
-            for name, answer in measure(target, runs, ids, sampling, turn=number).items():
-                by_name[name].answers.append(answer)
-        results += by_name.values()
-    return results
-
-
-def summarise(results: Sequence[Result]) -> list[dict[str, object]]:
-    """Return one row per method and prompt set, and per method over all sets."""
-    rows = []
-    sets = list(dict.fromkeys(result.prompts for result in results))
-    names = [*sets, ALL] if len(sets) > 1 else sets
-    for method in dict.fromkeys(result.method for result in results):
-        for name in names:
-            mine = [r for r in results if r.method == method and name in (r.prompts, ALL)]
-            row: dict[str, object] = {"method": method, "prompts": name}
-            row["tokens_per_step"] = round(Stats.total([s for r in mine for s in r.stats]).tokens_per_step, 3)
-            for base in ("plain", HF_PACKED, HF):
-                theirs = [r for r in results if r.method == base and name in (r.prompts, ALL)]
-                if theirs:
-                    row[f"speed-up over {base}"] = round(_rate(mine) / _rate(theirs), 3)
-            different, total = sum(len(r.differences) for r in mine), sum(len(r.answers) for r in mine)
-            row["identical"] = f"{total - different}/{total}"
-            row["near_ties"] = sum(len(r.differences) - r.unexcused for r in mine)
-            row["unexcused"] = sum(r.unexcused for r in mine)
-            rows.append(row)
-    return rows
-
-
-def _rate(results: Sequence[Result]) -> float:
-    """Tokens per second over all prompts."""
-    return sum(r.tokens for r in results) / sum(r.seconds for r in results)
-
-
-def profile(results: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Return for each of our methods the share of its time in each part of the loop."""
-    shares = {}
-    for method in dict.fromkeys(r.method for r in results if r.stats):
-        total = Stats.total([s for r in results if r.method == method for s in r.stats])
-        parts = {**total.parts, "other": total.seconds - sum(total.parts.values())}
-        shares[method] = {part: round(seconds / total.seconds, 4) for part, seconds in parts.items()}
-    return shares
 
 
 def parser() -> argparse.ArgumentParser:
@@ -95,66 +54,179 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m decode.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("target", help="model folder or hub name")
-    p.add_argument("--head", nargs="+", default=[], help="head folders; copies may carry other trees")
+    p.add_argument("--head", nargs="+", default=[], metavar="DIR", help="head folders, all of this target")
     p.add_argument("--draft-model", metavar="DIR", help="small model with the target's tokenizer; drafts chains")
     p.add_argument(
         "--prompts", nargs="+", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`"
     )
     p.add_argument("--num", type=int, default=20, help="first prompts of each file (default 20)")
     p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="default 0; several are compared")
+    p.add_argument("--rows", type=int, nargs="+", default=[1], help="prompts decoded together (default 1); or several")
+    p.add_argument("--methods", nargs="+", help="only these besides plain, by the beginnings of their names")
+    p.add_argument("--chain", type=int, default=4, help="tokens in the heads' chains (default 4)")
+    p.add_argument("--lookup", type=int, metavar="N", help="also prompt lookup that always proposes N tokens")
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--lookup", type=int, default=6, help="tokens proposed by prompt lookup (default 6)")
-    p.add_argument("--methods", nargs="+", help="only these besides plain, by the beginnings of their names")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device")
-    p.add_argument("--out", type=Path, help="write everything as JSON")
+    p.add_argument("--out", type=Path, metavar="DIR", help="where results, table and pictures go (default: nowhere)")
     return p
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; the exit status is 1 if a text differs from plain decoding's without a near tie."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["compare"]:  # a target of this name is ./compare
-        return compare_heads(argv[1:])
-    args = parser().parse_args(argv)
+def load(args: argparse.Namespace, folder: Path) -> tuple[Comparison, ComparisonLog]:
+    """Load everything, and refuse what cannot be decoded before anything is."""
+    for name in ("temperature", "rows"):
+        if len(set(vars(args)[name])) < len(vars(args)[name]):
+            raise ValueError(f"--{name}: the numbers must differ, got {vars(args)[name]}")
+    if min(args.rows) < 1:
+        raise ValueError(f"--rows: a batch has at least 1 row, got {args.rows}")
+    samplings = {t: Sampling(temperature=t, top_p=args.top_p, seed=args.seed) for t in args.temperature}
+    files = read_sets(args.prompts, args.num)
+    check_writable(folder / "raw.jsonl")
+    target = _load_model("target", args.target, dtype=args.dtype, device=args.device)
+    sets = to_ids(target, files, args.max_new_tokens)
+    draft_model = None if args.draft_model is None else _load_draft_model(args.draft_model, target)
+    loaded = [load_head(name, target) for name in args.head]
+    heads = dict(zip(name_heads(args.head, [head.kind for head in loaded]), loaded, strict=True))
+    log = ComparisonLog(folder / "raw.jsonl")
+    ways = our_ways(target, heads, draft_model=draft_model, lookup=args.lookup, chain=args.chain, costs=log.costs)
+    greedy = any(theirs_run_at(temperature, rows) for temperature in samplings for rows in args.rows)
+    theirs = list(their_runs(target, draft_model, args.max_new_tokens)) if greedy else []
+    names = select([*ways, *theirs], args.methods)
+    comparison = Comparison(
+        target,
+        {name: way for name, way in ways.items() if name in names},
+        [name for name in theirs if name in names],
+        draft_model,
+        sets,
+        samplings,
+        args.rows,
+        args.max_new_tokens,
+    )
+    settings = _settings(args, comparison, _check(comparison))
+    nodes = [size for size in NODES if size < min(64, target.max_length)]  # it proposes 32 tokens at most
+    costs = None if LOOKUP not in names else lambda: measure_costs(target, nodes=nodes, rows=args.rows)
+    log.open(settings, costs)
+    return comparison, log
+
+
+def _load_model(kind: str, name: str, *, dtype: str | torch.dtype, device: str | torch.device | None) -> Target:
+    """Load a model that transformers can run as it ships, too."""
     try:
-        if args.out is not None:
-            check_writable(args.out)
-        files = read_sets(args.prompts, args.num)
-        sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
-        target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
-        sets = to_ids(target, files, args.max_new_tokens)
-        runs = methods(
-            target,
-            args.head,
-            draft_model=args.draft_model,
-            sampling=sampling,
-            max_new_tokens=args.max_new_tokens,
-            lookup=args.lookup,
-            longest=longest(sets),
+        return Target.from_pretrained(name, dtype=dtype, device=device, keep_weights=True)
+    except OSError as error:  # which need not name the model
+        raise ValueError(f"cannot load the {kind} {name}: {error}") from error
+
+
+def _load_draft_model(folder: str, target: Target) -> DraftModel:
+    model = _load_model("draft model", folder, dtype=target.dtype, device=target.device)
+    return DraftModel(model, target, tuned=read_plans(folder))
+
+
+def _check(comparison: Comparison) -> dict[str, list[str]]:
+    """Refuse what cannot be decoded, and return by method how it drafts at each temperature and number of rows."""
+    found: dict[str, list[str]] = {name: [] for name in [*comparison.ways, *comparison.theirs]}
+    prompt = longest(comparison.sets)
+    for temperature, sampling in comparison.samplings.items():
+        for rows in comparison.rows:
+            # but for the lookup whose costs are in the log: it fits any text
+            proposers = {name: way(temperature, rows) for name, way in comparison.ways.items() if name != LOOKUP}
+            check_proposers(comparison.target, proposers, prompt, sampling, comparison.max_new_tokens)
+            for name, proposer in proposers.items():
+                found[name].append(_describe(proposer))
+    return found
+
+
+def _describe(proposer: Proposer | None) -> str:
+    if isinstance(proposer, Adaptive):
+        return f"adaptive, {len(proposer.arms)} trees, {_digest(repr(proposer.arms).encode())}"
+    return repr(proposer.grow if isinstance(proposer, Drafting) else proposer)
+
+
+def _settings(args: argparse.Namespace, comparison: Comparison, methods: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return all that the answers depend on."""
+    draft_model = comparison.draft_model
+    return {
+        "methods": methods,
+        "heads": [_digest((Path(folder) / WEIGHTS).read_bytes()) for folder in args.head],
+        "target": comparison.target.fingerprint,
+        "draft_model": None if draft_model is None else draft_model.model.fingerprint,
+        "prompts": _digest(json.dumps(comparison.sets).encode()),
+        "temperature": args.temperature,
+        "rows": args.rows,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens,
+        "machine": machine(comparison.target),
+    }
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["compare"]:
+        print(
+            "error: one command measures everything now: python -m decode.bench TARGET --head DIR … --prompts FILE … "
+            "--temperature 0 1 --out DIR (a target folder called compare is ./compare)",
+            file=sys.stderr,
         )
-        runs = select(runs, args.methods)
+        return 2
+    args = parser().parse_args(argv)
+    command = " ".join(["python -m decode.bench", *argv])
+    with ExitStack() as stack:
+        folder = args.out or Path(stack.enter_context(TemporaryDirectory()))
+        try:
+            return _run(args, folder, command)
+        except KeyboardInterrupt:
+            way_out = "the same command continues" if args.out else "nothing is kept; with --out DIR it could continue"
+            print(f"stopped; {way_out}", file=sys.stderr)
+            return 130
+
+
+def _run(args: argparse.Namespace, folder: Path, command: str) -> int:
+    try:
+        comparison, log = load(args, folder)
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = compare(target, runs, sets, sampling)
-    rows = summarise(results)
-    report: dict[str, Any] = {
-        "command": " ".join(["python -m decode.bench", *argv]),
-        "machine": machine(target),
-        "rows": rows,
-        "profile": profile(results),
-        "differences": [line for result in results for line in result.differences],
-        "raw": [asdict(result) for result in results],
-    }
-    print(markdown(rows))
-    print("\nshare of time:", json.dumps(report["profile"], indent=1), sep="\n")
-    print("", *report["differences"], report["machine"], sep="\n")
-    if args.out is not None and not write_report(args.out, report):
+    try:
+        results = comparison.run(log)
+        rows, place = summarise(results), machine(comparison.target)
+        if args.out:
+            _write(folder, rows, results, {"command": command, "machine": place})
+    except OSError as error:
+        way_out = "the same command continues" if args.out else "make room, or give --out DIR"
+        print(f"error: cannot write to {folder} ({error}); {way_out}", file=sys.stderr)
         return 2
-    return 1 if any(result.unexcused for result in results if result.method not in (HF, HF_PACKED)) else 0
+    written = f"wrote comparison.json and {', '.join(_pictures(rows).values())} to {folder}"
+    print(tables(rows), "", *_differences(results), place, *([written] if args.out else []), sep="\n")
+    return 1 if any(result.unexcused for result in results if not result.method.startswith(HF)) else 0
+
+
+def _differences(results: Sequence[Result]) -> list[str]:
+    return [
+        f"T={result.temperature:g}, rows {result.rows}, {result.method}: {line}"
+        for result in results
+        for line in result.differences
+    ]
+
+
+def _write(folder: Path, rows: Sequence[Summary], results: Sequence[Result], facts: Mapping[str, Any]) -> None:
+    report = {**facts, "rows": [asdict(row) for row in rows], "raw": [asdict(result) for result in results]}
+    (folder / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
+    for number, name in _pictures(rows).items():
+        save_chart([row for row in rows if row.rows == number], folder / name)
+
+
+def _pictures(rows: Sequence[Summary]) -> dict[int, str]:
+    """Return the name of the picture for each number of rows."""
+    numbers = dict.fromkeys(row.rows for row in rows)
+    return {number: "comparison.png" if number == 1 else f"comparison-rows-{number}.png" for number in numbers}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The picture of `decode.bench compare`: bars with intervals by method, grouped by prompt set, for each temperature."""
+"""The picture of `decode.bench`: bars with intervals by method, grouped by prompt set, for each temperature."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from matplotlib.legend import Legend
 
 from decode.comparison_table import Summary
 from decode.intervals import Interval
+from decode.methods import PLAIN
 
-FIGURES: dict[str, Callable[[Summary], Interval]] = {
+FIGURES: dict[str, Callable[[Summary], Interval | None]] = {
     "tokens per step": lambda row: row.tokens_per_step,
     "speed-up over plain decoding": lambda row: row.speedup,
 }
@@ -26,24 +27,28 @@ def draw(rows: Sequence[Summary]) -> Figure:
     """Return the picture: one row of panels for each of `FIGURES`, one column for each temperature.
 
     Args:
-        rows: From `comparison_table.summarise`. Plain decoding, which the others are measured by, is the line at 1.
+        rows: From `comparison_table.summarise`, all with one number of rows in a batch. Plain decoding, which the
+            others are measured by, is the line at 1.
     """
-    drawn = [row for row in rows if row.method != "plain"]
-    temperatures = list(dict.fromkeys(row.temperature for row in drawn))
-    sets, methods = dict.fromkeys(row.prompts for row in drawn), dict.fromkeys(row.method for row in drawn)
+    drawn = [row for row in rows if row.method != PLAIN]
+    temperatures = list(dict.fromkeys(row.temperature for row in rows))
+    sets, methods = dict.fromkeys(row.prompts for row in rows), list(dict.fromkeys(row.method for row in drawn))
     width = 1.5 + 0.16 * len(methods) * len(sets) + 0.3 * len(sets)
     figure = Figure(figsize=(max(4.0, width) * len(temperatures), 7.0), dpi=120, layout="constrained")
     panels = figure.subplots(len(FIGURES), len(temperatures), squeeze=False, sharey="row", sharex=True)
     for axes, (name, interval) in zip(panels, FIGURES.items(), strict=True):
         axes[0].set_ylabel(name)
         for panel, temperature in zip(axes, temperatures, strict=True):
-            _bars(panel, [row for row in drawn if row.temperature == temperature], interval)
+            _bars(panel, [row for row in drawn if row.temperature == temperature], list(sets), methods, interval)
     for panel, temperature in zip(panels[0], temperatures, strict=True):
         panel.set_title(f"temperature {temperature:g}")
-    bars = [bar for bar in panels[0][0].containers if isinstance(bar, BarContainer)]
+    bars = {bar.get_label(): bar for panel in panels.flat for bar in panel.containers if isinstance(bar, BarContainer)}
     # given, not looked for: matplotlib would leave out names with a leading `_`
-    handles, names = [bar.patches[0] for bar in bars], [str(bar.get_label()) for bar in bars]
-    legend = figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(bars)), frameon=False)
+    names = [name for name in methods if name in bars]
+    handles = [bars[name].patches[0] for name in names]
+    widest = 0.8 + 0.09 * max(map(len, names), default=0)  # inches of one column
+    columns = max(1, min(4, len(names), int(figure.get_figwidth() / widest)))
+    legend = figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
     show_as_text(legend)
     return figure
 
@@ -54,18 +59,25 @@ def show_as_text(legend: Legend) -> None:
         text.set_parse_math(False)
 
 
-def _bars(panel: Axes, rows: Sequence[Summary], interval: Callable[[Summary], Interval]) -> None:
-    sets, methods = list(dict.fromkeys(row.prompts for row in rows)), list(dict.fromkeys(row.method for row in rows))
+def _bars(
+    panel: Axes,
+    rows: Sequence[Summary],
+    sets: Sequence[str],
+    methods: Sequence[str],
+    interval: Callable[[Summary], Interval | None],
+) -> None:
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    first = len(methods) % 2  # colours come in pairs, and so do, at the end, the methods: a head's chain and its tree
-    width = GROUP / len(methods)
+    width = GROUP / max(1, len(methods))
     for number, method in enumerate(methods):
-        mine = [interval(row) for row in rows if row.method == method]
-        places = [group + (number - (len(methods) - 1) / 2) * width for group in range(len(sets))]
+        found = [(sets.index(row.prompts), interval(row)) for row in rows if row.method == method]
+        mine = [(group, figure) for group, figure in found if figure is not None]
+        if not mine:
+            continue
+        places = [group + (number - (len(methods) - 1) / 2) * width for group, _ in mine]
         # a resampled interval of a few prompts may leave out the figure itself
-        errors = [[max(0.0, f.value - f.low) for f in mine], [max(0.0, f.high - f.value) for f in mine]]
-        heights = [f.value for f in mine]
-        colour = colours[(first + number) % len(colours)]
+        errors = [[max(0.0, f.value - f.low) for _, f in mine], [max(0.0, f.high - f.value) for _, f in mine]]
+        heights = [f.value for _, f in mine]
+        colour = colours[number % len(colours)]
         panel.bar(places, heights, width, yerr=errors, color=colour, label=method, error_kw={"elinewidth": 0.8})
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.set_xticks(range(len(sets)), sets, parse_math=False)

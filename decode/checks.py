@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.sampling import Sampler
-from decode.session import Session
-from decode.target import Target
+from decode.session import Session, Sessions
 
 if TYPE_CHECKING:
     from decode.propose import Proposing
@@ -22,7 +21,7 @@ class StateError(RuntimeError):
 
 @torch.inference_mode()
 def check_state(
-    target: Target,
+    target: Sessions,
     session: Session,
     proposing: Proposing | None,
     rows: Sequence[Sampler],

@@ -6,15 +6,17 @@ feeds it the one or two tokens it has not seen and then each level of the tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode.session import Session
+from decode.session import FEW_ROWS, Session
 from decode.target import Target
 from decode.tree import TokenTree, chain_shape
+from heads.checkpoint import read_plans
 from heads.growing import GrowingTree, level_visible
 
 
@@ -24,12 +26,13 @@ class DraftModel:
     tree = ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
     """By default, a chain of four tokens."""
 
-    def __init__(self, model: Target, target: Target) -> None:
+    def __init__(self, model: Target, target: Target, *, tuned: Mapping[str, Any] | None = None) -> None:
         """Pair a draft model with its target.
 
         Args:
             model: The draft model, on the target's device.
             target: The target it drafts for.
+            tuned: Plans of `decode.tune` for it, by device and precision.
 
         Raises:
             ValueError: If their vocabularies or devices differ. A vocabulary that is only padded to another size is
@@ -37,6 +40,7 @@ class DraftModel:
         """
         self.model = model
         self.target = target
+        self.tuned = tuned or {}
         self.num_drafted = _shared_tokens(model, target)
         if model.device != target.device:
             raise ValueError(
@@ -63,7 +67,8 @@ class DraftModel:
             UnsupportedTargetError: If it cannot score trees.
         """
         precision = target.dtype if dtype is None else dtype
-        return cls(Target.from_pretrained(str(name), dtype=precision, device=target.device), target)
+        model = Target.from_pretrained(str(name), dtype=precision, device=target.device)
+        return cls(model, target, tuned=read_plans(name))
 
     def drafter(self) -> DraftModelDrafter:
         """Return a fresh drafting state."""
@@ -124,7 +129,7 @@ class DraftModelDrafter:
         paths = [_held(tokens, parents, text[:-1]) for (tokens, parents), text in zip(nodes, texts, strict=True)]
         session.commit(paths)
         rest = [text[len(path) :] for text, path in zip(texts, paths, strict=True)]
-        session.cache.reserve_for(max(map(len, rest)))
+        session.cache.reserve_for(max(FEW_ROWS, *map(len, rest)))
         device = self._model.device
         chains = [TokenTree(torch.tensor(ids, device=device), chain_shape(len(ids))) for ids in rest]
         logits = session.score(chains).logits

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from decode.accept import AcceptRule, Block, Match, Rejection
+from decode.adaptive import Adaptive
 from decode.draft_model import DraftModel
 from decode.grow import Chain, Grow, StaticTree
 from decode.loop import Decoding, Row
@@ -15,6 +16,7 @@ from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampling, batch_samplers
 from decode.stopping import Stopper
 from decode.target import Target
+from decode.tuned import find_plan
 from decode.typical import Typical
 from heads import Head, load_head
 
@@ -43,6 +45,7 @@ def generate(
     eos_ids: Sequence[int] | None = None,
     raw: bool = False,
     logprobs: bool = False,
+    adapt: bool = True,
     check: bool = False,
 ) -> Generation | list[Generation]:
     """Decode prompts, with drafts from a head, a draft model or another proposer, or plainly.
@@ -52,8 +55,10 @@ def generate(
     Args:
         target: The model.
         prompts: Text, chat messages or token ids, or a list of these (one batch).
-        head: A head or its folder; its own tree is used unless `grow` is given.
-        draft_model: A small model with the target's tokenizer, or its folder; drafts a chain unless `grow` is given.
+        head: A head or its folder; drafts as `decode.tune` found best for this device and precision, or else in the
+            head's own tree, unless `grow` is given.
+        draft_model: A small model with the target's tokenizer, or its folder; as it was tuned, or else in a chain,
+            unless `grow` is given.
         grow: How guesses become a tree.
         proposer: Any other proposer, instead of a head or a draft model.
         sampling: How tokens are chosen; greedy by default.
@@ -64,6 +69,8 @@ def generate(
         eos_ids: Tokens that end a text, instead of the target's own; empty for none.
         raw: Take text prompts as they are, without the chat template.
         logprobs: Return the log-probability of each new token.
+        adapt: Let drafts that were tuned change with the text, down to none where they do not pay
+            (`decode.adaptive`); else every step drafts what was best on the calibration texts.
         check: Debug: after every step compare all caches with fresh ones. Slow.
 
     Returns:
@@ -76,7 +83,7 @@ def generate(
     items, single = split_batch(prompts)
     rows = _rows(target, items, sampling, max_new_tokens, stop, eos_ids, raw=raw, logprobs=logprobs)
     rule = _rule(accept, rows)
-    proposer = _proposer(target, head, draft_model, grow, proposer, rule, rows)
+    proposer = _proposer(target, head, draft_model, grow, proposer, rule, rows, adapt=adapt)
     deltas = Decoding(target, rows, proposer, rule, live=False, check=check).run()
     results = {delta.row: delta.result for delta in deltas if delta.result is not None}
     return results[0] if single else [results[row] for row in range(len(results))]
@@ -97,13 +104,14 @@ def stream(
     eos_ids: Sequence[int] | None = None,
     raw: bool = False,
     logprobs: bool = False,
+    adapt: bool = True,
     check: bool = False,
 ) -> Iterator[Delta]:
     """Decode like `generate`, yielding text as it becomes final; the call itself checks all arguments."""
     items, _ = split_batch(prompts)
     rows = _rows(target, items, sampling, max_new_tokens, stop, eos_ids, raw=raw, logprobs=logprobs)
     rule = _rule(accept, rows)
-    proposer = _proposer(target, head, draft_model, grow, proposer, rule, rows)
+    proposer = _proposer(target, head, draft_model, grow, proposer, rule, rows, adapt=adapt)
     return Decoding(target, rows, proposer, rule, live=True, check=check).run()
 
 
@@ -156,6 +164,8 @@ def _proposer(
     proposer: Proposer | None,
     rule: AcceptRule,
     rows: Sequence[Row],
+    *,
+    adapt: bool,
 ) -> Proposer | None:
     if sum(source is not None for source in (head, draft_model, proposer)) > 1:
         raise ValueError("give one of head, draft_model and proposer, not several")
@@ -163,21 +173,41 @@ def _proposer(
         raise ValueError("head is a draft model; pass it as draft_model")
     if head is not None:
         loaded = head if isinstance(head, Head) else load_head(head, target)
-        made: Proposer | None = Drafting.of(loaded) if grow is None else Drafting(loaded, grow)
+        made = _drafting(target, loaded, grow, None, rule, rows, adapt=adapt)
     elif draft_model is not None:
         model = draft_model
         if isinstance(model, Target):
             model = DraftModel(model, target)
         elif not isinstance(model, DraftModel):
             model = DraftModel.from_pretrained(model, target)
-        made = Drafting(model, draft_chain(rule, DRAFT_LENGTH) if grow is None else grow)
+        made = _drafting(target, model, grow, draft_chain(rule, DRAFT_LENGTH), rule, rows, adapt=adapt)
     elif grow is not None:
         raise ValueError("grow shapes the drafts of a head or a draft model, but neither was given")
     else:
         made = proposer
-    if isinstance(made, Drafting):
+    if isinstance(made, Drafting | Adaptive):
         _check_drafting(target, made, rule, max(len(row.prompt_ids) + row.stopper.limit for row in rows))
     return made
+
+
+def _drafting(
+    target: Target,
+    drafts: Head | DraftModel,
+    grow: Grow | None,
+    untuned: Grow | None,
+    rule: AcceptRule,
+    rows: Sequence[Row],
+    *,
+    adapt: bool,
+) -> Proposer | None:
+    """Return the drafts in the tree that is asked for, else as they were tuned, else in their usual tree."""
+    if grow is None and rule.shares_noise:  # what was tuned ranks its drafts; other rules want them drawn
+        plan = find_plan(drafts.tuned, target)
+        if plan is not None:
+            temperature = rows[0].sampler.sampling.temperature
+            return plan.adaptive(drafts, temperature) if adapt else plan.fixed(drafts, temperature, len(rows))
+    grow = untuned if grow is None else grow
+    return Drafting.of(drafts) if grow is None else Drafting(drafts, grow)
 
 
 def draft_chain(rule: AcceptRule, length: int, *, temperature: float | None = None) -> StaticTree:
@@ -186,8 +216,8 @@ def draft_chain(rule: AcceptRule, length: int, *, temperature: float | None = No
     return Chain(length, draw="without_replacement" if drawn else "none", temperature=temperature)
 
 
-def _check_drafting(target: Target, drafting: Drafting, rule: AcceptRule, length: int) -> None:
-    if isinstance(rule, Block) and drafting.grow.width > 1:
+def _check_drafting(target: Target, drafting: Drafting | Adaptive, rule: AcceptRule, length: int) -> None:
+    if isinstance(rule, Block) and isinstance(drafting, Drafting) and drafting.grow.width > 1:
         raise ValueError(
             f"block verification is for chains, but the drafts are a tree in which a node has {drafting.grow.width} "
             "children; give grow=Chain(length) (--tree-width 1 on the command line), or use accept='rejection'"

@@ -15,9 +15,8 @@ from decode.checks import check_state
 from decode.propose import Proposer, Proposing
 from decode.results import Delta, Generation, Stats
 from decode.sampling import Sampler
-from decode.session import TargetOutput
+from decode.session import Sessions, TargetOutput
 from decode.stopping import Stopper
-from decode.target import Target
 from decode.tree import TokenTree, chain_shape
 
 
@@ -41,7 +40,7 @@ class Decoding:
 
     def __init__(
         self,
-        target: Target,
+        target: Sessions,
         rows: list[Row],
         proposer: Proposer | None,
         rule: AcceptRule,
@@ -144,8 +143,8 @@ class Decoding:
 
         `committed[b]` are the tokens of row b that gained a state in this pass; logits are those of its path.
         """
-        deltas = []
-        for row, verdict, tokens, logits in zip(self._rows, verdicts, committed, states.logits, strict=True):
+        deltas, rows = [], self._rows
+        for row, verdict, tokens, logits in zip(rows, verdicts, committed, states.logits, strict=True):
             block = [*tokens[len(tokens) - len(verdict.path) + 1 :], verdict.next_token]
             taken = row.stopper.add(block)
             row.sampler.context += block
@@ -154,6 +153,9 @@ class Decoding:
                 row.logprobs += _logprobs(logits, taken)
             deltas.append(self._delta(row, taken))
         self._sync(verdicts, committed, states, lengths)
+        seconds = time.perf_counter() - self._start
+        for row, delta in zip(rows, deltas, strict=True):
+            row.stats.bursts.append((seconds, len(delta.token_ids)))
         return deltas
 
     def _sync(

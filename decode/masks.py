@@ -12,12 +12,20 @@ from decode.tree import TreeShape
 from heads.growing import level_visible
 
 
-def tree_visible(shapes: Sequence[TreeShape], lengths: Sequence[int], device: torch.device) -> Tensor:
+def tree_visible(
+    shapes: Sequence[TreeShape], lengths: Sequence[int], device: torch.device, *, size: int | None = None
+) -> Tensor:
     """Return [B, N, slots] bool for trees written behind `lengths` committed tokens.
 
     Padding nodes of smaller trees see themselves (a softmax over nothing is NaN) and the committed tokens.
+
+    Args:
+        shapes: Of B trees.
+        lengths: Committed tokens of each row.
+        device: Where the mask goes.
+        size: N; by default that of the largest tree.
     """
-    size = max(shape.size for shape in shapes)
+    size = max(shape.size for shape in shapes) if size is None else size
     ancestors = torch.stack([_padded_ancestors(shape, size) for shape in shapes])
     return level_visible(ancestors.to(device), lengths)
 

@@ -1,22 +1,18 @@
-"""Prompts decoded by several methods in turn, and what came of it: the ground of `decode.bench` and its comparison."""
+"""Prompts decoded by several methods in turn, and what came of it: the ground of `decode.bench`."""
 
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from decode.compare import first_difference
 from decode.counting import Counts
-from decode.methods import Run
+from decode.methods import Prompts, Run, as_batch
 from decode.prompts import Prompt, read_prompts, to_token_ids, token_limits
 from decode.results import Stats
 from decode.sampling import Sampling
@@ -27,80 +23,112 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
+class RowDifference:
+    """Where the text of one row parts from plain decoding's."""
+
+    row: int
+    """Of the batch."""
+    text: str
+    """The place, the tokens and the gap."""
+    near_tie: bool
+    """Whether rounding excuses it."""
+
+
+@dataclass(frozen=True)
 class Answer:
-    """One prompt decoded by one method."""
+    """A prompt, or a batch of them, decoded by one method."""
 
     seconds: float
     tokens: int
-    stats: Stats | None = None
+    """New ones of all rows."""
+    by_row: list[Stats] = field(default_factory=list)
     """None for transformers' decoding."""
-    difference: str | None = None
-    """Where the text parts from plain decoding's and by how much; None if it does not."""
-    near_tie: bool = False
-    """Whether rounding excuses the difference."""
+    differences: list[RowDifference] = field(default_factory=list)
+    """From the texts of plain decoding."""
     counts: Counts | None = None
     """What the proposer did, if that was counted."""
+    rows: int = 1
+
+    @property
+    def stats(self) -> Stats | None:
+        """Counts of all rows together and times of the batch; None for transformers' decoding."""
+        if not self.by_row:
+            return None
+        last = max(self.by_row, key=lambda stats: stats.seconds)
+        return replace(Stats.total(self.by_row), seconds=last.seconds, parts=last.parts)
+
+    @property
+    def steps(self) -> int:
+        """Passes of the target over the batch, the prefill not counted."""
+        return max((stats.steps for stats in self.by_row), default=0)
+
+    @property
+    def unexcused(self) -> int:
+        """How many texts differ without a near tie."""
+        return sum(not difference.near_tie for difference in self.differences)
+
+    @property
+    def difference(self) -> str | None:
+        """The first difference; None if there is none."""
+        return self.differences[0].text if self.differences else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
-    """One method on one prompt set."""
+    """One method on one prompt set at one temperature, with so many rows in a batch."""
 
     method: str
     prompts: str
-    answers: list[Answer] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Of all prompts."""
-        return sum(answer.seconds for answer in self.answers)
-
-    @property
-    def tokens(self) -> int:
-        """Of all prompts."""
-        return sum(answer.tokens for answer in self.answers)
-
-    @property
-    def stats(self) -> list[Stats]:
-        """One for each prompt; none for transformers' decoding."""
-        return [answer.stats for answer in self.answers if answer.stats is not None]
+    temperature: float
+    rows: int
+    answers: list[Answer]
+    """One for each batch."""
 
     @property
     def differences(self) -> list[str]:
         """Texts that are not plain decoding's, with the place and the gap."""
-        numbered = enumerate(self.answers)
-        return [f"{self.prompts}[{number}] {answer.difference}" for number, answer in numbered if answer.difference]
+        return [
+            f"{self.prompts}[{number * self.rows + difference.row}] {difference.text}"
+            for number, answer in enumerate(self.answers)
+            for difference in answer.differences
+        ]
 
     @property
     def unexcused(self) -> int:
         """How many of them are not near ties."""
-        return sum(answer.difference is not None and not answer.near_tie for answer in self.answers)
+        return sum(answer.unexcused for answer in self.answers)
 
 
 def measure(
-    target: Target, runs: Mapping[str, Run], ids: list[int], sampling: Sampling, *, turn: int
+    target: Target, runs: Mapping[str, Run], prompts: Prompts, sampling: Sampling, *, turn: int
 ) -> dict[str, Answer]:
-    """Decode one prompt with every method, one after the other, and compare the texts with plain decoding's.
+    """Decode a prompt or a batch with every method, one after the other, and compare texts with plain decoding's.
 
     Args:
         target: The target.
         runs: From `decode.methods`; "plain" must be there.
-        ids: The prompt.
+        prompts: Token ids of one prompt, or of several.
         sampling: Settings with a seed, for judging differences.
-        turn: Which method comes first; count it up from prompt to prompt.
+        turn: Which method comes first; count it up from batch to batch.
     """
     names = list(runs)
     first = turn % len(names)
+    batch = as_batch(prompts)
     texts, stats, seconds = {}, {}, {}
     for name in names[first:] + names[:first]:
-        start = time.perf_counter()
-        texts[name], stats[name] = runs[name](ids)
-        seconds[name] = time.perf_counter() - start
+        with runs[name].setting():
+            start = time.perf_counter()
+            texts[name], stats[name] = runs[name].decode(batch)
+            seconds[name] = time.perf_counter() - start
     answers = {}
     for name in names:
-        found = first_difference(target, ids, texts["plain"], texts[name], sampling)
-        line, near_tie = (None, False) if found is None else (str(found), found.near_tie)
-        answers[name] = Answer(seconds[name], len(texts[name]), stats[name], line, near_tie)
+        differences = []
+        for row, ids in enumerate(batch):
+            found = first_difference(target, ids, texts["plain"][row], texts[name][row], sampling, row=row)
+            if found is not None:
+                differences.append(RowDifference(row, str(found), found.near_tie))
+        tokens = sum(map(len, texts[name]))
+        answers[name] = Answer(seconds[name], tokens, stats[name], differences, rows=len(batch))
     return answers
 
 
@@ -153,22 +181,3 @@ def write_report(path: Path, report: Mapping[str, Any]) -> bool:
         print(f"error: cannot write {path} ({error}); the report went to standard output", file=sys.stderr)
         return False
     return True
-
-
-def machine(target: Target) -> dict[str, str]:
-    """Return what the numbers were measured on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next(
-            (line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), cpu
-        )
-    return {
-        "device": torch.cuda.get_device_name(target.device)
-        if target.device.type == "cuda"
-        else f"{cpu}, {torch.get_num_threads()} threads",
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "packed": str(bool(target.packed)),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }

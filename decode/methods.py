@@ -1,99 +1,180 @@
-"""Ways of decoding a prompt that can be compared: ours with any drafts, and transformers' own."""
+"""Ways of decoding prompts that can be compared: ours with any drafts, and transformers' own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
+from decode.adaptive_lookup import AdaptiveLookup
+from decode.costs import VerifyCosts
 from decode.draft_model import DraftModel
 from decode.dynamic import DynamicTree
 from decode.generation import generate, stream
 from decode.grow import Chain
-from decode.propose import Drafting, PromptLookup, Proposer
-from decode.results import Generation, Stats
+from decode.lookup import PromptLookup
+from decode.propose import Drafting, Proposer
+from decode.results import Stats
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import Head, load_head
+from decode.tuned import find_plan
+from heads import Head
 from heads.growing import growing_tree
 
-HF_PACKED, HF = "transformers (packed weights)", "transformers"
+PLAIN, LOOKUP, HF = "plain", "prompt lookup", "transformers"
 DRAFT_LENGTHS = (2, 3, 4)
 """Chains that a draft model is measured with."""
+HF_LOOKUP = 10
+"""Tokens that transformers' prompt lookup proposes."""
 
-Run = Callable[[list[int]], tuple[list[int], Stats | None]]
+Prompts = list[int] | Sequence[list[int]]
+"""Token ids of one prompt, or of a batch."""
+Way = Callable[[float, int], Proposer | None]
+"""From temperature and rows of the batch to what drafts; None for plain decoding."""
 
 
-def methods(
-    target: Target,
-    heads: Sequence[str],
-    *,
-    draft_model: str | None = None,
-    sampling: Sampling,
-    max_new_tokens: int,
-    lookup: int,
-    longest: Sequence[int] | None = None,
+@dataclass(frozen=True)
+class Run:
+    """A method that is ready to decode."""
+
+    decode: Callable[[Sequence[list[int]]], tuple[list[list[int]], list[Stats]]]
+    """From a batch to each row's new tokens and counts; there are no counts for transformers' decoding."""
+    setting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around it; what it costs is not decoding."""
+
+    def __call__(self, prompts: Prompts) -> list[list[int]]:
+        """Return the new tokens of each row."""
+        with self.setting():
+            return self.decode(as_batch(prompts))[0]
+
+
+def as_batch(prompts: Prompts) -> list[list[int]]:
+    """Return one prompt as a batch of one, and a batch as it is."""
+    if isinstance(prompts[0], int):
+        return [cast("list[int]", list(prompts))]
+    return cast("list[list[int]]", list(prompts))
+
+
+def our_runs(
+    target: Target, proposers: Mapping[str, Proposer | None], sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Run]:
-    """Return what to compare: name -> function from prompt ids to new tokens and counts.
+    """Return a run for each proposer."""
 
-    Chains are taken from the first head only: further ones are usually its copies with other trees.
+    def ours(proposer: Proposer | None) -> Run:
+        def decode(batch: Sequence[list[int]]) -> tuple[list[list[int]], list[Stats]]:
+            out = generate(target, list(batch), proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
+            assert isinstance(out, list)
+            return [row.token_ids for row in out], [row.stats for row in out]
+
+        return Run(decode)
+
+    return {name: ours(proposer) for name, proposer in proposers.items()}
+
+
+def their_runs(target: Target, draft_model: DraftModel | None, max_new_tokens: int) -> dict[str, Run]:
+    """Return transformers' `generate`, greedy and for one row, as it ships and, if there are any, on packed weights.
+
+    With drafts: its prompt lookup, and its assisted decoding if there is a draft model.
     """
-    proposers: dict[str, Proposer | None] = {"plain": None, "prompt lookup": PromptLookup(length=lookup)}
-    for number, folder in enumerate(heads):
-        head = load_head(folder, target)
-        drafts = [Drafting.of(head)] if head.tree is not None else []
-        if number == 0:
-            depth = head.drafter().max_depth
-            drafts += [Drafting(head, Chain(length)) for length in sorted({min(2, depth), depth})]
-        for drafting in drafts:
-            label = _label(head.kind, drafting)
-            proposers[label if label not in proposers else f"{label} of {folder}"] = drafting
-    if draft_model is not None:
-        model = DraftModel.from_pretrained(draft_model, target)
-        proposers |= {_label("draft model", d): d for d in (Drafting(model, Chain(n)) for n in DRAFT_LENGTHS)}
-    if longest is not None:
-        check_proposers(target, proposers, longest, sampling, max_new_tokens)
-
-    def theirs(*, packed: bool) -> Run:
-        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
-            if packed or target.packed is None:
-                return _transformers_generate(target, ids, max_new_tokens), None
-            with target.packed.disabled():
-                return _transformers_generate(target, ids, max_new_tokens), None
-
-        return run
-
-    runs = our_runs(target, proposers, sampling, max_new_tokens)
-    if sampling.greedy:  # transformers draws from another stream: its sampled texts are not comparable
+    kinds: dict[str, dict[str, Any]] = {HF: {}, f"{HF} {LOOKUP}": {"prompt_lookup_num_tokens": HF_LOOKUP}}
+    runs = {}
+    for name, options in kinds.items():
+        run = _theirs(target, max_new_tokens, options)
+        runs[name] = Run(run, lambda: _as_shipped(target))
         if target.packed:
-            runs[HF_PACKED] = theirs(packed=True)
-        runs[HF] = theirs(packed=False)
+            runs[f"{name} (packed weights)"] = Run(run)
+    if draft_model is not None:
+        model = draft_model.model
+        options = {"assistant_model": model.model}
+        if model.vocab_size != target.vocab_size:  # one is padded, and transformers takes that for other tokens
+            options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": model.tokenizer}
+        run = _theirs(target, max_new_tokens, options)
+        runs[f"{HF} assisted"] = Run(run, lambda: _as_shipped(target, model))
     return runs
 
 
-def rivals(
-    heads: Mapping[str, Head], *, draft_model: DraftModel | None = None, lookup: int, chain: int
-) -> dict[str, Proposer | None]:
-    """Return plain decoding, prompt lookup, a draft model's chain, and a chain and a tree of every head.
+def _theirs(
+    target: Target, max_new_tokens: int, options: Mapping[str, Any]
+) -> Callable[[Sequence[list[int]]], tuple[list[list[int]], list[Stats]]]:
+    def decode(batch: Sequence[list[int]]) -> tuple[list[list[int]], list[Stats]]:
+        (ids,) = batch
+        prompt = torch.tensor([ids], device=target.device)
+        out = target.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=min(max_new_tokens, target.max_length - len(ids)),
+            do_sample=False,
+            repetition_penalty=1.0,  # a model's generation config may bring one
+            eos_token_id=sorted(target.eos_ids) or None,
+            pad_token_id=0,
+            **options,
+        )
+        return [out[0, len(ids) :].tolist()], []
+
+    return decode
+
+
+@contextmanager
+def _as_shipped(*models: Target) -> Iterator[None]:
+    """Let models compute as transformers ships them."""
+    with ExitStack() as stack:
+        for model in models:
+            if model.packed is not None:
+                stack.enter_context(model.packed.disabled())
+        yield
+
+
+def our_ways(
+    target: Target,
+    heads: Mapping[str, Head],
+    *,
+    draft_model: DraftModel | None = None,
+    lookup: int | None = None,
+    chain: int,
+    costs: Callable[[], VerifyCosts],
+) -> dict[str, Way]:
+    """Return plain decoding, prompt lookup, and for every head and the draft model chains, trees and what was tuned.
 
     Args:
+        target: The target.
         heads: Heads by name; see `name_heads`.
         draft_model: The draft model.
-        lookup: Tokens that prompt lookup proposes.
-        chain: Tokens in a chain, or as many as the head drafts.
+        lookup: Tokens that a second, fixed prompt lookup proposes; None for none.
+        chain: Tokens in a head's chain, or as many as it drafts.
+        costs: What passes cost, for the prompt lookup that chooses by it; asked when that is opened.
     """
-    proposers: dict[str, Proposer | None] = {"plain": None, "prompt lookup": PromptLookup(length=lookup)}
-    if draft_model is not None:
-        drafting = Drafting(draft_model, Chain(chain))
-        proposers[_label("draft model", drafting)] = drafting
+    ways: dict[str, Way] = {PLAIN: _always(None), LOOKUP: lambda *_: AdaptiveLookup(costs())}
+    if lookup is not None:
+        ways[f"{LOOKUP} {lookup}"] = _always(PromptLookup(length=lookup))
     for name, head in heads.items():
         depth, config = head.drafter().max_depth, head.config
         tree = growing_tree(depth, config.draft_vocab_size or config.vocab_size)
         grown = Drafting.of(head) if head.tree is not None else Drafting(head, DynamicTree.of(tree))
-        for drafting in (Drafting(head, Chain(min(chain, depth))), grown):
-            proposers[_label(name, drafting)] = drafting
-    return proposers
+        ways |= _drafting_ways(target, name, head, [Drafting(head, Chain(min(chain, depth))), grown])
+    if draft_model is not None:
+        chains = [Drafting(draft_model, Chain(length)) for length in DRAFT_LENGTHS]
+        ways |= _drafting_ways(target, "draft model", draft_model, chains)
+    return ways
+
+
+def _always(proposer: Proposer | None) -> Way:
+    return lambda temperature, rows: proposer
+
+
+def _drafting_ways(
+    target: Target, name: str, drafts: Head | DraftModel, draftings: Sequence[Drafting]
+) -> dict[str, Way]:
+    """Return these ways by their labels, and those of the plan for this machine if there is one."""
+    ways = {_label(name, drafting): _always(drafting) for drafting in draftings}
+    plan = find_plan(drafts.tuned, target)
+    if plan is not None:
+        ways[f"{name} tuned"] = lambda temperature, rows: plan.fixed(drafts, temperature, rows)
+        ways[f"{name} adaptive"] = lambda temperature, rows: plan.adaptive(drafts, temperature)
+    return ways
 
 
 def name_heads(folders: Sequence[str], kinds: Sequence[str]) -> list[str]:
@@ -140,46 +221,18 @@ def check_proposers(
         stream(target, longest, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
 
 
-def our_runs(
-    target: Target, proposers: Mapping[str, Proposer | None], sampling: Sampling, max_new_tokens: int
-) -> dict[str, Run]:
-    """Return a function from prompt ids to new tokens and counts for each proposer."""
-
-    def ours(proposer: Proposer | None) -> Run:
-        def run(ids: list[int]) -> tuple[list[int], Stats | None]:
-            out = generate(target, ids, proposer=proposer, sampling=sampling, max_new_tokens=max_new_tokens)
-            assert isinstance(out, Generation)
-            return out.token_ids, out.stats
-
-        return run
-
-    return {name: ours(proposer) for name, proposer in proposers.items()}
-
-
-def select(runs: dict[str, Run], wanted: Sequence[str] | None) -> dict[str, Run]:
+def select(names: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
     """Keep plain decoding and the methods whose names begin with one of `wanted`; all if it is None.
 
     Raises:
         ValueError: If no name begins so.
     """
     if wanted is None:
-        return runs
-    unknown = [name for name in wanted if not any(run.startswith(name) for run in runs)]
+        return list(names)
+    unknown = [start for start in wanted if not any(name.startswith(start) for name in names)]
     if unknown:
-        raise ValueError(f"no method begins with {unknown}; there are {', '.join(runs)}")
-    return {name: run for name, run in runs.items() if name == "plain" or name.startswith(tuple(wanted))}
-
-
-def _transformers_generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
-    prompt = torch.tensor([ids], device=target.device)
-    limit = min(max_new_tokens, target.max_length - len(ids))
-    out = target.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=limit,
-        do_sample=False,
-        repetition_penalty=1.0,  # a model's generation config may bring one
-        eos_token_id=sorted(target.eos_ids) or None,
-        pad_token_id=0,
-    )
-    return list(out[0, len(ids) :].tolist())
+        raise ValueError(
+            f"no method begins with {unknown}; there are {', '.join(names)} (transformers' own, where temperature 0 "
+            "and 1 row are measured)"
+        )
+    return [name for name in names if name == PLAIN or name.startswith(tuple(wanted))]

@@ -39,10 +39,11 @@ from decode.draft_model import DraftModel
 from decode.dynamic import DynamicTree
 from decode.generation import DRAFT_LENGTH, stream
 from decode.grow import Chain, Grow, StaticTree
-from decode.measure import machine, write_report
+from decode.lookup import PromptLookup
+from decode.machine import machine
+from decode.measure import write_report
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.proofs import TEMPERATURE, Check, Options, Settings, prove
-from decode.propose import PromptLookup
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import Head, load_head

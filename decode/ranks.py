@@ -1,4 +1,4 @@
-"""The best static tree of every size, from how real text ranks in a head's guesses.
+"""How the target's texts rank in a drafter's guesses, and the best static tree of every size by that.
 
 The value of a node is the probability that the text takes its whole path of ranks, counted jointly: a product of rates
 per depth would call deep paths likelier than they are, since hard places are hard for all heads at once. The expected
@@ -15,8 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode.dynamic import shared_scores
 from decode.grow import Paths
-from heads import Head
+from decode.propose import Drafts
+from decode.replay import Known, known_sampler
+from decode.sampling import Sampler, Sampling
+from heads import Drafter
 
 
 @dataclass(frozen=True)
@@ -29,34 +33,103 @@ class Ranked:
 
 
 NOT_RANKED = 1 << 30
+DEPTH = 6
+"""Deepest guesses that are ranked by default."""
 
 
 @torch.inference_mode()
-def rank_text(head: Head, token_ids: Sequence[int], hidden: Tensor, answer_start: int) -> Ranked:
-    """Rank a text's own tokens in the head's guesses at every place of its answer. Greedy text, logits by depth only.
+def rank_texts(
+    drafts: Drafts, texts: Sequence[Known], *, sampling: Sampling, depth: int = DEPTH, rows: int = 16
+) -> list[Ranked]:
+    """Rank texts' own tokens in a drafter's guesses at every place of their answers, behind the text's own tokens.
+
+    At temperature T > 0 a guess is ranked as it is drafted: with T times the noise that its place was sampled with.
 
     Args:
-        head: A head whose logits depend on the depth (Medusa).
-        token_ids: [T] prompt and answer.
-        hidden: [T, D] the target's states.
-        answer_start: First token of the answer; the first root.
+        drafts: A head or a draft model.
+        texts: From `replay.write_texts`.
+        sampling: As the texts were written.
+        depth: K at most; less if no more is drafted.
+        rows: Texts ranked together.
     """
-    drafter = head.drafter()
-    roots = torch.arange(answer_start, len(token_ids) - 1, device=hidden.device)
-    if not len(roots):
-        return Ranked(torch.empty(0, drafter.max_depth, dtype=torch.int64))
-    states = hidden[roots - 1][:, None]
-    text = torch.tensor(token_ids, device=hidden.device)
-    logits = drafter.sync(text[roots][:, None].expand(-1, 2), states, [1] * len(roots))
-    columns = []
-    for depth in range(drafter.max_depth):
-        if depth:
-            logits = drafter.extend(text[roots][:, None], torch.zeros_like(roots)[:, None])[:, 0]
-        places = roots + 1 + depth
-        token = text[places.clamp(max=len(token_ids) - 1)]
-        rank, known = _rank_of(logits, token, drafter.vocabulary)
-        columns.append(torch.where(known & (places < len(token_ids)), rank, NOT_RANKED))
-    return Ranked(torch.stack(columns, dim=1).cpu())
+    found: list[Ranked] = []
+    for start in range(0, len(texts), rows):
+        found += _rank_together(drafts, texts[start : start + rows], sampling, depth)
+    return found
+
+
+def _rank_together(drafts: Drafts, texts: Sequence[Known], sampling: Sampling, depth: int) -> list[Ranked]:
+    drafter = drafts.drafter()
+    depth = min(depth, drafter.max_depth)
+    cursors = [_Cursor(text, known_sampler(text, sampling), len(text.prompt_ids)) for text in texts]
+    running = [cursor for cursor in cursors if not cursor.ended]
+    synced = [0] * len(running)
+    while running:
+        logits = _sync(drafter, running, synced)
+        samplers = [cursor.sampler for cursor in running]
+        columns = []
+        for level in range(depth):
+            tokens, ends = _tokens(running, 1 + level, logits.device)
+            scores = shared_scores(logits[:, None], drafter, samplers, level + 1, sampling.temperature)[:, 0]
+            rank, known = _rank_of(scores, tokens, drafter.vocabulary)
+            columns.append(torch.where(known & ~ends, rank, NOT_RANKED))
+            if level + 1 < depth:
+                logits = drafter.extend(tokens[:, None], torch.full_like(tokens, level)[:, None])[:, 0]
+        for cursor, row in zip(running, torch.stack(columns, dim=1).tolist(), strict=True):
+            cursor.ranks.append(row)
+        synced = [cursor.place for cursor in running]
+        for cursor in running:
+            cursor.advance()
+        kept = [row for row, cursor in enumerate(running) if not cursor.ended]
+        if kept and len(kept) < len(running):
+            drafter.keep(kept)
+        running, synced = [running[row] for row in kept], [synced[row] for row in kept]
+    return [Ranked(torch.tensor(c.ranks, dtype=torch.int64).reshape(-1, depth)) for c in cursors]
+
+
+class _Cursor:
+    """A place in a known text, from which tokens are drafted."""
+
+    def __init__(self, text: Known, sampler: Sampler, place: int) -> None:
+        self.text, self.sampler, self.place = text, sampler, place
+        self.token_ids = [*text.prompt_ids, *text.token_ids]
+        self.sampler.context = self.token_ids[: place + 1]
+        self.ranks: list[list[int]] = []
+
+    def advance(self) -> None:
+        """Go on to the next token."""
+        self.place += 1
+        self.sampler.context = self.token_ids[: self.place + 1]
+
+    @property
+    def ended(self) -> bool:
+        """Whether no token follows."""
+        return self.place >= len(self.token_ids) - 1
+
+
+def _sync(drafter: Drafter, cursors: Sequence[_Cursor], synced: Sequence[int]) -> Tensor:
+    """Give the drafter the texts from `synced` up to the roots and return the logits behind them: [B, U]."""
+    device, pad = cursors[0].text.hidden.device, torch.nn.utils.rnn.pad_sequence
+    spans = [slice(start, cursor.place) for start, cursor in zip(synced, cursors, strict=True)]
+    token_ids = [
+        torch.tensor(c.token_ids[s.start : s.stop + 1], device=device) for c, s in zip(cursors, spans, strict=True)
+    ]
+    hidden = [c.text.hidden[s] for c, s in zip(cursors, spans, strict=True)]
+    features = [c.text.features[s] for c, s in zip(cursors, spans, strict=True) if c.text.features is not None]
+    return drafter.sync(
+        pad(token_ids, batch_first=True),
+        pad(hidden, batch_first=True),
+        [s.stop - s.start for s in spans],
+        pad(features, batch_first=True) if features else None,
+    )
+
+
+def _tokens(cursors: Sequence[_Cursor], ahead: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tokens so far ahead of the roots and whether their texts have ended before: [B] each."""
+    places = [cursor.place + ahead for cursor in cursors]
+    ids = [c.token_ids[min(p, len(c.token_ids) - 1)] for p, c in zip(places, cursors, strict=True)]
+    ends = [p >= len(c.token_ids) for p, c in zip(places, cursors, strict=True)]
+    return torch.tensor(ids, device=device), torch.tensor(ends, device=device)
 
 
 def _rank_of(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -76,7 +149,7 @@ def best_tree(texts: Sequence[Ranked], size: int, *, max_rank: int = 12, rounds:
     further rounds count the places at which decoding with the last tree starts a step.
 
     Args:
-        texts: From `rank_text`.
+        texts: From `rank_texts`.
         size: Nodes, root included.
         max_rank: Ranks at or above this are not considered.
         rounds: Rounds of counting.
@@ -122,6 +195,26 @@ def _starts(text: Ranked, paths: Paths) -> list[int]:
             depth += 1
         place += depth + 1
     return places
+
+
+def acceptance(texts: Sequence[Ranked], *, width: int = 4) -> list[list[float]]:
+    """Return how often the text's token has each rank at each depth, given that all above it were among the best.
+
+    Args:
+        texts: From `rank_texts`.
+        width: Ranks that count as drafted.
+
+    Returns:
+        For each depth, the shares of the ranks 0 … width - 1; a depth that was never reached is left out.
+    """
+    table = []
+    for depth in range(texts[0].ranks.shape[1]):
+        rows = torch.cat([text.ranks[: max(0, len(text.ranks) - depth)] for text in texts])  # the others have ended
+        rows = rows[(rows[:, :depth] < width).all(1)]
+        if not len(rows):
+            break
+        table.append([(rows[:, depth] == rank).double().mean().item() for rank in range(width)])
+    return table
 
 
 def simulated_tokens_per_step(texts: Sequence[Ranked], paths: Paths) -> float:

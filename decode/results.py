@@ -28,6 +28,9 @@ class Stats:
     parts: dict[str, float] = field(default_factory=dict)
     """Wall seconds of the batch in prefill, propose, score, accept and commit. On a GPU, work is queued: a part can
     hold time of the one before."""
+    bursts: list[tuple[float, int]] = field(default_factory=list)
+    """For the prefill and every step, the seconds since the start after which its new tokens were there, and their
+    number: the gaps that a client sees."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -52,7 +55,7 @@ class Stats:
 
     @classmethod
     def total(cls, rows: list[Stats]) -> Stats:
-        """Add up counts and times of several results that were decoded one after the other."""
+        """Add up counts and times of several results that were decoded one after the other; bursts are left out."""
         depth = max((len(row.offered) for row in rows), default=0)
         merged = cls(
             rows=sum(r.rows for r in rows), steps=sum(r.steps for r in rows), tokens=sum(r.tokens for r in rows)

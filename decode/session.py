@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,33 @@ class TargetOutput:
     """[B, N, F] outputs of the session's feature layers at each token, side by side; None if it has none."""
 
 
+FEW_ROWS = 4
+"""oneDNN multiplies four rows by a packed weight in less time than one or two, so smaller passes are padded …"""
+SHORT_CONTEXT = 512
+"""… behind at most so many tokens: the attention of more nodes behind a longer text would cost more than that."""
+
+
+class Sessions(Protocol):
+    """What opens sessions; a `Target`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        ...
+
+    def session(self, rows: int, capacity: int, feature_layers: Sequence[int] = ()) -> Session:
+        """Open a session; see `Target.session`."""
+        ...
+
+
 class Session:
     """B sequences being decoded on one target. Not safe to share."""
 
     def __init__(self, target: Target, rows: int, capacity: int, feature_layers: Sequence[int] = ()) -> None:
         self._target = target
         self.feature_layers = feature_layers
-        self.cache = TreeCache(rows, capacity)
+        self._pads = target.packed is not None and target.packed.has_products
+        self.cache = TreeCache(rows, capacity + (FEW_ROWS - 1 if self._pads else 0))
 
     @property
     def lengths(self) -> list[int]:
@@ -85,12 +105,15 @@ class Session:
             trees: One tree for each row; node 0 is the row's last committed token.
 
         Returns:
-            Logits [B, N, V], states [B, N, D] and features [B, N, F]; rows with fewer than N nodes are padded.
+            Logits [B, N, V], states [B, N, D] and features [B, N, F]; rows with fewer than N nodes are padded, and N
+            may be more than any has (see `FEW_ROWS`).
         """
         device = self._target.device
         self.cache.forget_tree()  # one that was scored and not committed
-        size = max(tree.shape.size for tree in trees)
+        largest = max(tree.shape.size for tree in trees)
+        size = max(largest, self._least_nodes(len(trees)))
         ids = nn.utils.rnn.pad_sequence([tree.token_ids for tree in trees], batch_first=True)
+        ids = nn.functional.pad(ids, (0, size - largest))
         positions = torch.tensor(
             [
                 [length + depth for depth in tree.shape.depths] + [length] * (size - tree.shape.size)
@@ -98,8 +121,12 @@ class Session:
             ],
             device=device,
         )
-        visible = tree_visible([tree.shape for tree in trees], self.lengths, device)
+        visible = tree_visible([tree.shape for tree in trees], self.lengths, device, size=size)
         return self._target.forward(ids, positions, visible, self.cache, None, self.feature_layers)
+
+    def _least_nodes(self, rows: int) -> int:
+        """Return how many nodes each of so many trees is padded to at least."""
+        return -(-FEW_ROWS // rows) if self._pads and max(self.lengths) <= SHORT_CONTEXT else 1
 
     @torch.inference_mode()
     def commit(self, paths: Sequence[Sequence[int]]) -> None:

@@ -1,120 +1,185 @@
-"""`python -m decode.tune TARGET --head HEAD --prompts FILE`: choose the tree that is fastest on this machine and text.
+"""`python -m decode.tune TARGET --head HEAD --prompts FILE`: what drafting costs and gains here, and how to draft.
 
-The target answers the prompts; the ranks of its own tokens in the head's guesses give the best tree of every size
-(`decode.ranks`), the measured time of verifying N nodes gives each tree's speed, and the fastest is written to the
-head's folder, where `generate` finds it. For heads whose guesses depend on the depth only, as Medusa's.
+Measures what passes over N nodes cost on this machine, at several context lengths and batch sizes; lets the target
+answer the prompts at each temperature; counts how its own tokens rank in the drafter's guesses; looks for the fastest
+tree, chain, or nothing for every temperature and batch size; checks some of it by decoding. The plan is written to the
+folder of the head or the draft model, for this device and precision, where `generate` finds it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import torch
-from tqdm import tqdm
-
-from decode.generation import generate
-from decode.grow import Chain, Paths
+from decode.choose import Search, ladder
+from decode.costs import CONTEXT, NODES, ROWS, VerifyCosts, measure_costs
+from decode.draft_model import DraftModel
+from decode.intervals import Interval, ratio_interval, speedup_interval
+from decode.machine import machine
+from decode.measure import Answer, measure
+from decode.methods import check_proposers, our_runs
 from decode.prompts import read_prompts, to_token_ids, token_limits
-from decode.propose import Drafting
-from decode.ranks import Ranked, best_tree, rank_text, simulated_tokens_per_step
-from decode.results import Generation
+from decode.propose import Drafting, Drafts, Proposer
+from decode.ranks import acceptance, rank_texts
+from decode.replay import write_texts
+from decode.results import Stats
+from decode.sampling import Sampling
+from decode.support import UnsupportedTargetError
 from decode.target import Target
-from decode.tree import TokenTree, tree_shape
-from heads import Head, load_head, read_notes, write_notes
-from heads.checkpoint import CONFIG
-
-
-@torch.inference_mode()
-def verify_costs(target: Target, sizes: Iterable[int], *, context: int = 256, repeats: int = 15) -> dict[int, float]:
-    """Return the median seconds of one target pass over trees of these sizes, measured round-robin on this machine.
-
-    Args:
-        target: The target.
-        sizes: Numbers of nodes.
-        context: Committed tokens before the tree.
-        repeats: Rounds; one more is thrown away to warm up.
-    """
-    sizes = sorted(set(sizes))
-    context = min(context, target.max_length - max(sizes))
-    session = target.session(1, context + max(sizes))
-    session.prefill([[7] * context])
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for _ in range(repeats + 1):
-        for size in sizes:
-            shape = tree_shape((-1, *([0] * (size - 1))))
-            tree = TokenTree(torch.full((size,), 7, device=target.device), shape)
-            start = time.perf_counter()
-            session.score([tree]).logits[0, -1].argmax().item()
-            times[size].append(time.perf_counter() - start)
-    return {size: statistics.median(seconds[1:]) for size, seconds in times.items()}
+from decode.tune_tables import tables
+from decode.tuned import Choice, Plan, TunedArm, plan_key, write_plan
+from heads import load_head
+from heads.checkpoint import TUNED
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A tree and what it should do on this machine."""
+class Settings:
+    """What is tuned for."""
 
-    paths: Paths
-    size: int
-    tokens_per_step: float
-    speedup: float
-    """Predicted time of plain decoding over predicted time with the tree."""
+    temperatures: Sequence[float]
+    rows: Sequence[int]
+    max_new_tokens: int
+    most_nodes: int
+    contexts: Sequence[int]
+    seed: int
+    checked: int
+    """Prompts that are decoded to compare with the prediction."""
 
 
-def choose_tree(texts: Sequence[Ranked], costs: dict[int, float], *, draft_seconds: float) -> list[Choice]:
-    """Return the best tree of each measured size, fastest first.
+def tune(target: Target, drafts: Drafts, prompts: Sequence[list[int]], settings: Settings) -> Plan:
+    """Measure everything and choose; see the module.
 
     Args:
-        texts: From `rank_text`.
-        costs: From `verify_costs`; size 1 must be among them.
-        draft_seconds: Time outside the target's pass in a drafting step.
+        target: The target.
+        drafts: A head or a draft model.
+        prompts: Token ids of the calibration prompts.
+        settings: What to tune for.
+
+    Raises:
+        ValueError: If all answers end at once, or the trees do not fit into the target's context.
     """
+    nodes = [size for size in NODES if size <= settings.most_nodes]
+    costs = measure_costs(target, nodes=nodes, rows=settings.rows, contexts=settings.contexts)
+    searches: dict[float, Search] = {}
+    made: dict[str, Any] = {"target": target.fingerprint, "machine": machine(target), "by_temperature": {}}
+    for temperature in settings.temperatures:
+        sampling = Sampling(temperature=temperature, seed=settings.seed)
+        texts = write_texts(
+            target,
+            prompts,
+            sampling=sampling,
+            max_new_tokens=settings.max_new_tokens,
+            feature_layers=drafts.feature_layers,
+        )
+        if not texts:
+            raise ValueError(
+                f"at temperature {temperature:g} every answer has one token only, for the target ends it or has no "
+                "more context: there is nothing to tune for; give other prompts"
+            )
+        ranked = rank_texts(drafts, texts, sampling=sampling)
+        search = Search(target, drafts, texts, sampling, costs)
+        search.run(ranked, most_nodes=settings.most_nodes)
+        searches[temperature] = search
+        rate = _chain_rate(search)
+        made["by_temperature"][f"{temperature:g}"] = {
+            "acceptance": acceptance(ranked),
+            "accept_rate": rate._asdict(),
+            "texts": len(texts),
+        }
+    plan = _plan(searches, costs, settings, made)
+    for temperature in settings.temperatures:
+        found = made["by_temperature"][f"{temperature:g}"]
+        if settings.checked:
+            found["checked"] = _check(target, drafts, prompts, plan, temperature, settings)
+    return plan
+
+
+def _chain_rate(search: Search) -> Interval:
+    """Return the acceptance rate of chains, as if it were the same at all depths, with its interval over texts."""
+    chains = [m for m in search.found.values() if not isinstance(m.way, Mapping) and all(set(p) == {0} for p in m.way)]
+    stats = max(chains, key=lambda measured: len(measured.way)).replayed.by_text
+    return ratio_interval([sum(s.accepted) for s in stats], [sum(s.offered) for s in stats])
+
+
+def _plan(searches: Mapping[float, Search], costs: VerifyCosts, settings: Settings, made: Mapping[str, Any]) -> Plan:
+    ways = ladder(searches, costs, settings.rows)
+    by_way = [{temperature: search.measure(way) for temperature, search in searches.items()} for way in ways]
+    arms = [
+        TunedArm(
+            way,
+            {
+                f"{temperature:g}": {str(rows): found.cost(costs, rows) for rows in settings.rows}
+                for temperature, found in measured.items()
+            },
+            {f"{temperature:g}": list(found.reach) for temperature, found in measured.items()},
+        )
+        for way, measured in zip(ways, by_way, strict=True)
+    ]
     choices = []
-    for size, seconds in costs.items():
-        if size == 1:
-            continue
-        paths = best_tree(texts, size)
-        tokens = simulated_tokens_per_step(texts, paths)
-        choices.append(Choice(paths, size, tokens, tokens * costs[1] / (seconds + draft_seconds)))
-    return sorted(choices, key=lambda choice: -choice.speedup)
+    for temperature in searches:
+        for rows in settings.rows:
+            speedups = [measured[temperature].speedup(costs, rows) for measured in by_way]
+            best = max(range(len(ways)), key=speedups.__getitem__)
+            found = by_way[best][temperature]
+            pays = speedups[best] > 1
+            choices.append(
+                Choice(
+                    temperature,
+                    rows,
+                    best if pays else None,
+                    found.tokens_per_step if pays else 1.0,
+                    max(1.0, speedups[best]),
+                    found.cost(costs, rows),
+                )
+            )
+    return Plan(arms, choices, costs.write(), made)
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What a head does on a set of prompts."""
+def _check(
+    target: Target, drafts: Drafts, prompts: Sequence[list[int]], plan: Plan, temperature: float, settings: Settings
+) -> dict[str, Any]:
+    """Decode some prompts, plainly and as chosen in turn, and return the speed-up beside what the plan says of them."""
+    chosen = plan.fixed(drafts, temperature, 1)
+    if chosen is None:
+        return {}
+    number = min(settings.checked, len(prompts))
+    some = [prompts[i * len(prompts) // number] for i in range(number)]
+    proposers: dict[str, Proposer | None] = {
+        "plain": None,
+        "fixed": chosen,
+        "adaptive": plan.adaptive(drafts, temperature),
+    }
+    answers = []
+    for turn, ids in enumerate(some):
+        sampling = Sampling(temperature=temperature, seed=settings.seed + turn)
+        runs = our_runs(target, proposers, sampling, settings.max_new_tokens)
+        if not turn:
+            for run in runs.values():
+                run(ids)
+        answers.append(measure(target, runs, ids, sampling, turn=turn))
+    columns = {name: _columns([answer[name] for answer in answers]) for name in proposers}
+    stats = Stats.total([answer["fixed"].stats for answer in answers if answer["fixed"].stats is not None])
+    arm = plan.choice(temperature, 1).arm
+    assert arm is not None
+    cost = Plan.arm(plan.arms[arm], temperature).cost(1)
+    return {
+        "prompts": number,
+        "predicted": stats.tokens_per_step / cost,
+        "fixed": speedup_interval(*columns["fixed"], *columns["plain"])._asdict(),
+        "adaptive": speedup_interval(*columns["adaptive"], *columns["plain"])._asdict(),
+        "differences": sum(answer[name].difference is not None for answer in answers for name in proposers),
+    }
 
-    texts: list[Ranked]
-    step_seconds: float
-    """Median seconds of a drafting step, the target's pass over `step_nodes` nodes included."""
-    step_nodes: int
 
-
-def calibrate(target: Target, head: Head, prompts: Sequence[list[int]], *, max_new_tokens: int) -> Calibration:
-    """Decode prompts greedily with a chain and rank the answers in the head's guesses.
-
-    Args:
-        target: The target.
-        head: The head.
-        prompts: Prompt ids.
-        max_new_tokens: Length of the answers.
-    """
-    drafting = Drafting(head, Chain(head.drafter().max_depth))
-    texts, steps = [], []
-    for ids in tqdm(prompts, desc="calibrate", unit="prompt"):
-        out = generate(target, ids, proposer=drafting, max_new_tokens=max_new_tokens)
-        assert isinstance(out, Generation)
-        text = [*ids, *out.token_ids]
-        hidden = target.encode(torch.tensor([text]), [len(text)])[0]
-        texts.append(rank_text(head, text, hidden, len(ids)))
-        if out.stats.steps:
-            steps.append((out.stats.seconds - out.stats.parts["prefill"]) / out.stats.steps)
-    return Calibration(texts, statistics.median(steps) if steps else 0.0, drafting.max_nodes)
+def _columns(answers: Sequence[Answer]) -> tuple[list[int], list[float]]:
+    """Return tokens and seconds of each answer behind its prefill."""
+    stats = [answer.stats for answer in answers if answer.stats is not None]
+    return [s.tokens - 1 for s in stats], [s.seconds - s.parts["prefill"] for s in stats]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,67 +188,88 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m decode.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("target", help="model folder or hub name")
-    p.add_argument("--head", required=True, help="head folder; the tree is written into it")
+    drafts = p.add_mutually_exclusive_group(required=True)
+    drafts.add_argument("--head", metavar="DIR", help="head folder; the plan is written into it")
+    drafts.add_argument("--draft-model", metavar="DIR", help="folder of a small model with the target's tokenizer")
     p.add_argument("--prompts", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`")
-    p.add_argument("--num", type=int, default=32, help="first prompts of the file (default 32)")
-    p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64])
-    p.add_argument("--size", type=int, help="take the best tree of this many nodes instead of the fastest")
+    p.add_argument("--num", type=int, default=16, help="first prompts of the file (default 16)")
+    p.add_argument("--max-new-tokens", type=int, default=64, help="of each answer (default 64)")
+    p.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="to tune for (default 0 1)")
+    p.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help=f"batch sizes (default {_words(ROWS)})")
+    p.add_argument("--context", type=int, nargs="+", default=[CONTEXT, 64, 1024], help="tokens before the tree")
+    p.add_argument("--most-nodes", type=int, default=64, help="largest tree to try, root included (default 64)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--check", type=int, default=4, metavar="N", help="decode N prompts to check the prediction")
+    p.add_argument("--dry-run", action="store_true", help="show the plan, but do not write it")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device")
     return p
 
 
+def _words(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     try:
-        prompts = read_prompts(args.prompts, limit=args.num)
-        sizes = sorted({*args.sizes} if args.size is None else {*args.sizes, args.size})
-        if sizes[0] < 2:
-            raise ValueError("tree sizes must be at least 2 (the root and a draft); change --size or --sizes")
-        target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
-        head = load_head(args.head, target)
-        if not head.depth_only:
-            raise ValueError(
-                "tune measures trees for heads whose guesses depend on the depth only, as Medusa's, but those of a "
-                f"{head.kind} head depend on the tokens drafted before them too; try trees with `python -m decode "
-                f"{args.target} --head {args.head} --tree-depth … --tree-width … --tree-size …` and write the settings "
-                'of the fastest into its config.json, such as "tree": {"depth": 4, "width": 4, "size": 10}'
-            )
-        ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
-        token_limits(target, ids, args.max_new_tokens)
-        if sizes[-1] >= target.max_length:
-            raise ValueError(f"a tree of {sizes[-1]} nodes is not below the target's context, {target.max_length}")
-    except (ValueError, OSError, NotImplementedError) as error:
+        target, drafts, prompts, settings = _load(args)
+    except (ValueError, OSError, UnsupportedTargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    calibration = calibrate(target, head, ids, max_new_tokens=args.max_new_tokens)
-    costs = verify_costs(target, [1, *sizes, calibration.step_nodes])
-    # a difference of whole steps, not a sum of parts: on a GPU the parts overlap
-    draft_seconds = max(0.0, calibration.step_seconds - costs[calibration.step_nodes])
-    choices = choose_tree(calibration.texts, costs, draft_seconds=draft_seconds)
-    print(
-        "| nodes | verify cost (1 node = 1) | tokens per step | predicted speed-up |",
-        "| --- | --- | --- | --- |",
-        sep="\n",
-    )
-    for choice in sorted(choices, key=lambda c: c.size):
-        cost = costs[choice.size] / costs[1]
-        print(f"| {choice.size} | {cost:.2f} | {choice.tokens_per_step:.2f} | {choice.speedup:.2f} |")
-    print(f"drafting and bookkeeping cost {draft_seconds / costs[1]:.2f} of a plain step")
-    best = next(choice for choice in choices if args.size in (None, choice.size))
-    folder = Path(args.head)
     try:
-        write_notes(folder, replace(read_notes(folder), tree=best.paths))
-    except OSError as error:
-        found = json.dumps(best.paths)
-        print(f'error: {error}; put this into {folder / CONFIG} yourself: "tree": {found}', file=sys.stderr)
+        plan = tune(target, drafts, prompts, settings)
+        plan = replace(plan, made={"command": " ".join(["python -m decode.tune", *argv]), **plan.made})
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote the tree of {len(best.paths) + 1} nodes to {folder}")
-    if best.speedup <= 1:
-        print("drafting does not pay on this machine and text: no tree is predicted to beat plain decoding")
+    print(tables(plan))
+    folder, key = Path(args.head or args.draft_model), plan_key(target)
+    if args.dry_run:
+        return 0
+    try:
+        write_plan(folder, key, plan)
+    except (OSError, ValueError) as error:
+        print(f"error: cannot write the plan ({error}); it follows, for {folder / TUNED}", file=sys.stderr)
+        print(json.dumps({key: asdict(plan)}))
+        return 2
+    print(f"\nwrote the plan for {key} to {folder / TUNED}, where `generate` and `python -m decode` find it")
     return 0
+
+
+def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Settings]:
+    """Load everything and refuse what cannot be measured, before anything is."""
+    for name, least in (("most_nodes", 2), ("max_new_tokens", 2), ("check", 0)):
+        if vars(args)[name] < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {vars(args)[name]}")
+    for name in ("rows", "context"):
+        if min(vars(args)[name]) < 1:
+            raise ValueError(f"--{name} takes numbers of at least 1, got {vars(args)[name]}")
+    for temperature in args.temperature:
+        Sampling(temperature=temperature)
+    texts = read_prompts(args.prompts, limit=args.num)
+    target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    drafts: Drafts
+    if args.head is not None:
+        drafts = load_head(args.head, target)
+    else:
+        drafts = DraftModel.from_pretrained(args.draft_model, target)
+    prompts = [to_token_ids(target, prompt, raw=False) for prompt in texts]
+    token_limits(target, prompts, args.max_new_tokens)
+    longest, sampling = max(prompts, key=len), Sampling()
+    check_proposers(target, {"drafts": Drafting.of(drafts)}, longest, sampling, args.max_new_tokens)
+    settings = Settings(
+        temperatures=sorted(set(args.temperature)),
+        rows=sorted({1, *args.rows}),
+        max_new_tokens=args.max_new_tokens,
+        most_nodes=args.most_nodes,
+        contexts=args.context,
+        seed=args.seed,
+        checked=args.check,
+    )
+    return target, drafts, prompts, settings
 
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ def read_plans(path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
     except ValueError as error:  # of JSON and of UTF-8
-        raise ValueError(f"{file} is not valid JSON ({error}); delete it, or run decode.tune again") from error
+        raise ValueError(f"{file} is not valid JSON ({error}); delete it and run decode.tune again") from error
     if not isinstance(found, dict) or not all(isinstance(plan, dict) for plan in found.values()):
-        raise ValueError(f"{file} must hold a plan for each device; delete it, or run decode.tune again")
+        raise ValueError(f"{file} must hold a plan for each device; delete it and run decode.tune again")
     return found
 
 

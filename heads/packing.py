@@ -43,6 +43,11 @@ class PackedModules:
     def __len__(self) -> int:
         return len(self._forwards)
 
+    @property
+    def has_products(self) -> bool:
+        """Whether any module multiplies by packed weights."""
+        return any(packed.products for _, packed in self._forwards)
+
     def enable(self) -> None:
         """Let the modules compute packed."""
         for module, packed in self._forwards:

@@ -5,8 +5,10 @@ import torch
 
 from decode import Chain, PromptLookup, Sampling, StaticTree, Target, generate
 from decode.compare import first_difference
-from decode.ranks import rank_text
-from decode.tune import verify_costs
+from decode.costs import measure_costs
+from decode.propose import Drafting
+from decode.ranks import rank_texts
+from decode.replay import replay, write_texts
 from heads import create_head
 from heads.base import FeatureBatch
 from heads.medusa import MedusaConfig
@@ -57,5 +59,10 @@ def test_training_and_tuning_stay_on_the_device(target, head):
     hidden = target.encode(ids, [6])
     head(FeatureBatch(ids, torch.ones_like(ids, dtype=torch.bool), hidden)).loss.backward()
     assert head.blocks[0][0].linear.weight.grad is not None
-    assert rank_text(head, ids[0].tolist(), hidden[0], 2).ranks.shape == (3, 3)
-    assert set(verify_costs(target, [1, 4], context=16, repeats=2)) == {1, 4}
+    for sampling in (Sampling(seed=0), Sampling(temperature=0.8, seed=0)):
+        texts = write_texts(target, PROMPTS, sampling=sampling, max_new_tokens=8, feature_layers=head.feature_layers)
+        assert [row.ranks.shape[1] for row in rank_texts(head, texts, sampling=sampling)] == [3] * len(texts)
+        replayed = replay(target, texts, Drafting(head, TREE), sampling=sampling)
+        assert replayed.stats.tokens == sum(len(text.token_ids) for text in texts)
+        assert replayed.draft_seconds > 0
+    assert {cost.nodes for cost in measure_costs(target, nodes=(1, 4), contexts=(16,), repeats=2).points} == {1, 4}

@@ -1,18 +1,23 @@
 """Oracles and proposers that the decode tests share."""
 
+import importlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LogitsProcessor
 
-from decode import Sampling, Target, noise
+import heads
+from decode import DraftModel, Sampling, Target, noise
 from decode.sampling import Sampler, to_scores
 from decode.tree import TokenTree, chain_shape, tree_shape
-from heads import FeatureBatch, create_head
+from heads import FeatureBatch, HeadNotes, create_head, head_class, save_head
 from heads.medusa import MedusaConfig, MedusaHead
+from train.new_head import target_sizes
 
 PROMPTS = [
     [40, 41, 42, 43, 44, 40, 41],
@@ -177,6 +182,36 @@ def good_head(tiny_target) -> MedusaHead:
     return head.eval()
 
 
+FILES = sorted(path.stem for path in Path(heads.__file__).parent.glob("*.py"))
+KINDS = [name for name in FILES if "HEAD" in vars(importlib.import_module(f"heads.{name}"))]
+OPTIONS = {"medusa": {"num_heads": 3}, "eagle3": {"feature_layers": (1, 2)}}
+FEW = [0, 2, 3, 5, 8, 9, 13, 15]
+
+
+@pytest.fixture(scope="session")
+def small_target(make_tiny_llama) -> Target:
+    """A target of 16 tokens: drafts of heads that have learned nothing are now right and now wrong."""
+    return Target(make_tiny_llama(vocab_size=16), name="small")
+
+
+@pytest.fixture(scope="session", params=[*KINDS, *(f"{kind} of few tokens" for kind in KINDS), "model", "itself"])
+def any_drafts(request, small_target, make_tiny_llama):
+    """A head of each kind, with the whole vocabulary and with a draft vocabulary, a draft model, and the target."""
+    if request.param in ("model", "itself"):
+        seed = {"model": 5, "itself": 0}[request.param]
+        return DraftModel(Target(make_tiny_llama(vocab_size=16, seed=seed)), small_target)
+    kind, _, few = request.param.partition(" ")
+    config = head_class(kind).Config
+    options = {**OPTIONS.get(kind, {}), **target_sizes(small_target, config)}
+    torch.manual_seed(1)
+    head = create_head(kind, config(**options, draft_vocab_size=len(FEW) if few else None), small_target)
+    if few:
+        head.set_vocabulary(torch.tensor(FEW))
+    for parameter in head.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.05
+    return head.double().eval()
+
+
 def chi_square_p(counts: torch.Tensor, expected: torch.Tensor) -> float:
     """p-value of Pearson's test; cells with an expectation below 5 are pooled."""
     small = expected < 5
@@ -201,3 +236,33 @@ def oracles() -> SimpleNamespace:
         anti_draft=anti_draft,
         chi_square_p=chi_square_p,
     )
+
+
+def save_medusa(path: Path, target: Target, tree=None) -> None:
+    head = create_head("medusa", MedusaConfig(hidden_size=32, vocab_size=320, num_heads=2), target)
+    torch.manual_seed(1)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    save_head(head, path, target=target, notes=HeadNotes(tree=tree))
+
+
+@pytest.fixture(scope="session")
+def bench_files(tiny_tokenizer, make_tiny_llama, tmp_path_factory) -> SimpleNamespace:
+    """A saved target, two Medusa heads for it (one has a tree), two files of prompts, and commands for `bench`."""
+    path = tmp_path_factory.mktemp("bench")
+    make_tiny_llama().save_pretrained(path / "target")
+    tiny_tokenizer.save_pretrained(path / "target")
+    target = Target.from_pretrained(str(path / "target"), device="cpu")
+    for name, tree in (("a", ((0,), (1,), (0, 0))), ("b", None)):
+        save_medusa(path / name, target, tree)
+    sets = {"x": ["the cat", "one two three"], "y": ["four sat on"]}
+    for name, prompts in sets.items():
+        (path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+
+    def command(*extra, heads=("a",), new_tokens=10) -> list[str]:
+        folders = [path / name for name in heads]
+        arguments = [path / "target", *(["--head", *folders] if folders else [])]
+        arguments += ["--prompts", path / "x.jsonl", path / "y.jsonl", "--max-new-tokens", new_tokens]
+        return list(map(str, [*arguments, "--device", "cpu", *extra]))
+
+    return SimpleNamespace(path=path, target=target, sets=sets, command=command, save_medusa=save_medusa)

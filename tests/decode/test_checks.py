@@ -9,7 +9,7 @@ import decode.session
 from decode import Chain, DraftModel, PromptLookup, Sampling, StaticTree, Target, generate, stream
 from decode.checks import StateError, assert_close
 from decode.draft_model import DraftModelDrafter
-from decode.propose import _LookupState
+from decode.lookup import _LookupState
 from decode.session import Session
 from heads.cache import TreeCache
 from heads.medusa import MedusaDrafter
@@ -136,8 +136,8 @@ def test_a_mask_that_shows_a_dropped_slot_is_named(tiny_target, monkeypatch):
     """What lies behind a row is overwritten after every step, so that it cannot be read unnoticed."""
     visible = decode.session.tree_visible
 
-    def one_too_many(shapes, lengths, device):
-        mask = visible(shapes, lengths, device)
+    def one_too_many(shapes, lengths, device, **options):
+        mask = visible(shapes, lengths, device, **options)
         mask[0, :, lengths[0] + 1] = True
         return mask
 
@@ -154,8 +154,8 @@ def test_a_fault_in_the_last_layer_alone_is_named(tiny_tokenizer, make_tiny_llam
     target = Target(model, tiny_tokenizer)
     visible = decode.session.tree_visible
 
-    def one_too_few(shapes, lengths, device):
-        mask = visible(shapes, lengths, device)
+    def one_too_few(shapes, lengths, device, **options):
+        mask = visible(shapes, lengths, device, **options)
         mask[0, :, 0] = False
         return mask
 
@@ -220,7 +220,7 @@ def test_a_stale_index_of_n_grams_is_named(tiny_target, prompts, monkeypatch, ha
 
     def harmful(self, roots, rows):
         trees = propose(self, roots, rows)
-        for ends in self._ends[1:]:
+        for ends in self._index.ends[1:]:
             ends.update(dict.fromkeys(ends, 1)) if harm == "stale" else ends.clear()
         return trees
 

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from decode import DynamicTree, Sampling, Target, generate
+import decode.__main__ as command
+from decode import DynamicTree, PromptLookup, Sampling, Target, generate
 from decode.__main__ import main
 from heads import save_head
 
@@ -20,12 +21,13 @@ def saved(tiny_target, tiny_tokenizer, good_head, tmp_path_factory):
     return str(path / "target"), str(path / "head"), target
 
 
-@pytest.mark.parametrize("drafts", ["none", "head", "lookup"])
+@pytest.mark.parametrize("drafts", ["none", "head", "lookup", "measured lookup"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_text_is_that_of_generate(saved, capsys, drafts, sampled):
     folder, head, target = saved
     arguments = [folder, "the cat sat", "--max-new-tokens", "12", "--device", "cpu"]
-    arguments += {"none": [], "head": ["--head", head], "lookup": ["--lookup", "3"]}[drafts]
+    choices = {"none": [], "head": ["--head", head], "lookup": ["--lookup", "3"], "measured lookup": ["--lookup"]}
+    arguments += choices[drafts]
     sampling = Sampling(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, seed=5)
     if sampled:
         options = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
@@ -113,6 +115,22 @@ def test_a_dynamic_tree_changes_no_text_and_is_as_large_as_asked_for(saved, caps
     assert set(trees) == {DynamicTree(depth, 2, 5, confidence=0.01, temperature=temperature)}
 
 
+@pytest.mark.parametrize(
+    ("option", "length"), [(["--lookup"], None), (["--lookup", "auto"], None), (["--lookup", "3"], 3)]
+)
+def test_lookup_without_a_number_weighs_what_was_measured(saved, capsys, monkeypatch, option, length):
+    folder, _, _ = saved
+    proposers = []
+    monkeypatch.setattr(command, "stream", lambda *_, proposer, **options: proposers.append(proposer) or [])
+    assert main([folder, "the cat", *option]) == 0
+    (proposer,) = proposers
+    if length is not None:
+        assert proposer == PromptLookup(length)
+    else:
+        assert [point.nodes for point in proposer.costs.points] == [1, 2, 4, 8, 16, 32]
+        assert all(point.seconds > 0 for point in proposer.costs.points)
+
+
 def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
     folder, head, _ = saved
     arguments = [folder, "the cat", "--head", head, "--accept", "typical", "--max-new-tokens", "8"]
@@ -171,7 +189,14 @@ def test_errors_are_one_line_and_status_2(saved, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["t", "p", "--head", "h", "--lookup", "3"], ["t", "p", "--accept", "sloppy"], ["t", "-x"]]
+    "arguments",
+    [
+        [],
+        ["t", "p", "--head", "h", "--lookup", "3"],
+        ["t", "p", "--accept", "sloppy"],
+        ["t", "-x"],
+        ["t", "--lookup", "a prompt"],
+    ],
 )
 def test_a_wrong_command_line_is_argparses_error(arguments, capsys):
     with pytest.raises(SystemExit) as end:

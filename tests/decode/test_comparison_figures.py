@@ -1,13 +1,16 @@
-"""The figures of a comparison, its picture, the counts behind them, and how methods are named."""
+"""The figures of a comparison, its picture, and the counts behind them."""
+
+from dataclasses import replace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from decode import Chain, DraftModel, DynamicTree, PromptLookup, generate
+from decode import Chain, PromptLookup, generate
+from decode.adaptive import Adaptive, Arm
 from decode.chart import draw
 from decode.comparison_table import summarise, tables
 from decode.counting import Counting, Counts
-from decode.measure import Answer, Result, markdown
-from decode.methods import name_heads, rivals
+from decode.measure import Answer, Result, RowDifference, markdown
 from decode.propose import Drafting
 from decode.results import Stats
 
@@ -15,7 +18,7 @@ from decode.results import Stats
 def answer(*, tokens: int, steps: int, seconds: float, propose: float = 0.0, counts: Counts | None = None) -> Answer:
     stats = Stats(tokens=tokens, steps=steps, seconds=seconds, parts={"prefill": 1.0, "propose": propose})
     stats.offered, stats.accepted = [steps, 4], [4, 1]
-    return Answer(seconds, tokens, stats, counts=counts)
+    return Answer(seconds, tokens, [stats], counts=counts)
 
 
 def counts(steps: int) -> Counts:
@@ -23,16 +26,32 @@ def counts(steps: int) -> Counts:
 
 
 @pytest.fixture
-def results() -> dict[float, list[Result]]:
+def results() -> list[Result]:
     """Plain steps take 1 s after 1 s of prefill; those with drafts 1 s too, 0.2 s of them drafting in two passes."""
     found = []
-    for name, texts in {"a": [(11, 5), (21, 10)], "b": [(41, 10)]}.items():
-        plain = [answer(tokens=tokens, steps=tokens - 1, seconds=float(tokens)) for tokens, _ in texts]
-        drafted = [
-            answer(tokens=t, steps=s, seconds=1.0 + s, propose=0.5 + 0.2 * s, counts=counts(s)) for t, s in texts
-        ]
-        found += [Result("plain", name, plain), Result("head tree 3", name, drafted)]
-    return {0.0: found, 1.0: found}
+    for temperature in (0.0, 1.0):
+        for name, texts in {"a": [(11, 5), (21, 10)], "b": [(41, 10)]}.items():
+            plain = [answer(tokens=tokens, steps=tokens - 1, seconds=float(tokens)) for tokens, _ in texts]
+            drafted = [
+                answer(tokens=t, steps=s, seconds=1.0 + s, propose=0.5 + 0.2 * s, counts=counts(s)) for t, s in texts
+            ]
+            found += [
+                Result("plain", name, temperature, 1, plain),
+                Result("head tree 3", name, temperature, 1, drafted),
+            ]
+    return found
+
+
+def batch_of_two(
+    *, seconds: float, steps: tuple[int, int], propose: float = 0.0, counts: Counts | None = None
+) -> Answer:
+    """Texts of 11 and 6 tokens; both rows report the time of the batch until they ended."""
+    parts = {"prefill": 1.0, "propose": propose, "score": 2.0}
+    by_row = [
+        Stats(tokens=tokens, steps=own, seconds=seconds - 0.1 * place, parts=parts)
+        for place, (tokens, own) in enumerate(zip((11, 6), steps, strict=True))
+    ]
+    return Answer(seconds, 17, by_row, counts=counts, rows=2)
 
 
 def test_figures_are_sums_over_prompts_paired_with_plain_decoding(results):
@@ -46,6 +65,8 @@ def test_figures_are_sums_over_prompts_paired_with_plain_decoding(results):
     assert plain.nodes_per_step == 1.0
     assert head.tokens_per_step.value == pytest.approx(70 / 25)
     assert head.speedup.value == pytest.approx(73 / 28)
+    assert head.median_speedup == pytest.approx(21 / 11)  # the others' are 11 / 6 and 41 / 11
+    assert head.tokens_per_second == pytest.approx(73 / 28)
     assert rows[1].tokens_per_step == (2.0, 2.0, 2.0)  # both prompts of set a have the same
     assert head.tokens_per_step.low < 2.8 < head.tokens_per_step.high
     assert head.accept_rates == [12 / 25, 3 / 12]
@@ -53,30 +74,97 @@ def test_figures_are_sums_over_prompts_paired_with_plain_decoding(results):
     assert head.draft_cost == pytest.approx(0.2)  # the prompt's half second is left out
     assert head.pass_cost == pytest.approx(0.1)
     assert head.identical == 3
+    shares = {"prefill": 3 / 28, "propose": 6.5 / 28, "other": 18.5 / 28}
+    assert head.time_shares == pytest.approx(shares)
+
+
+def test_a_batch_is_timed_once_and_its_rows_are_counted_each():
+    plain = batch_of_two(seconds=21.0, steps=(10, 5))
+    drafted = batch_of_two(
+        seconds=11.0, steps=(4, 3), propose=3.0, counts=Counts(trees=7, nodes=21, passes=8, prompt_seconds=1.0)
+    )
+    assert drafted.steps == 4  # passes over the batch
+    base, row = summarise([Result("plain", "a", 0.0, 2, [plain] * 2), Result("m", "a", 0.0, 2, [drafted] * 2)])
+    assert (row.rows, row.num_prompts) == (2, 4)
+    assert base.tokens_per_step.value == 1.0
+    assert row.tokens_per_step.value == pytest.approx(15 / 7)
+    assert row.speedup == pytest.approx((21 / 11,) * 3)
+    assert row.tokens_per_second == pytest.approx(17 / 11)
+    assert row.nodes_per_step == 3.0
+    assert row.draft_cost == pytest.approx((3.0 - 1.0) / 4 / 2.0)  # a plain step takes 2 s
+    assert row.pass_cost == pytest.approx((3.0 - 1.0) / 8 / 2.0)
+    assert row.time_shares == pytest.approx({"prefill": 1 / 11, "propose": 3 / 11, "score": 2 / 11, "other": 5 / 11})
+
+
+def test_throughput_is_relative_to_plain_decoding_with_the_fewest_rows(results):
+    two = [
+        Result("plain", "a", 0.0, 2, [batch_of_two(seconds=8.5, steps=(10, 5))]),
+        Result("head tree 3", "a", 0.0, 2, [batch_of_two(seconds=4.25, steps=(4, 3))]),
+    ]
+    one = [result for result in results if result.temperature == 0 and result.prompts == "a"]
+    text = tables(summarise([*one, *two]))
+    title, table = text.split("## Throughput by rows of the batch; ")[1].split("\n\n")[:2]
+    assert title == "plain decoding with 1 is 1"
+    header, _, plain, head = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert header == ["method", "rows 1, T=0", "rows 2, T=0"]
+    assert plain == ["plain", "1.00", "2.00"]  # 1 and 2 tokens a second
+    assert head == ["head tree 3", f"{32 / 17:.2f}", "4.00"]
+    assert "## All 2 prompts, with 95 % intervals, rows: 2" in text
+    assert "Throughput" not in tables(summarise(one))
+
+
+def test_transformers_has_no_steps_but_a_speed(results):
+    theirs = Result("transformers", "a", 0.0, 1, [Answer(22.0, 11), Answer(42.0, 21)])
+    rows = summarise([results[0], theirs, results[1], *results[4:6]])
+    row = next(row for row in rows if row.method == "transformers")
+    assert (row.tokens_per_step, row.speedup.value, row.time_shares) == (None, 0.5, {})
+    overall, drafts, times = tables(rows).split("## ")[1:]
+    cells = [cell.strip() for cell in overall.strip().splitlines()[-2].split("|")[1:-1]]
+    assert cells == ["transformers", "", "", "0.50 [0.50, 0.50]", "", "0.50", "", "2 of 2"]
+    assert "transformers" not in drafts + times
+    figure = draw(rows)
+    top, other, bottom, _ = figure.axes
+    assert [len(axes.patches) for axes in (top, other, bottom)] == [1, 1, 2]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["transformers", "head tree 3"]
+    colours = {patch.get_facecolor() for axes in (top, other) for patch in axes.patches}
+    assert colours == {bottom.patches[1].get_facecolor()}  # a method has one colour in all panels
 
 
 def test_differences_are_counted_and_near_ties_apart(results):
-    for found in results.values():
-        found[1].answers[0] = Answer(6.0, 11, found[1].answers[0].stats, "token 3: …, near tie", near_tie=True)
-        found[3].answers[0] = Answer(11.0, 41, found[3].answers[0].stats, "token 3: …, NOT a tie")
-    total = summarise({0.0: results[0.0]})[-1]
+    found = results[:4]
+    for result, near_tie in ((found[1], True), (found[3], False)):
+        first = result.answers[0]
+        result.answers[0] = replace(first, differences=[RowDifference(0, "token 3: …", near_tie)])
+    total = summarise(found)[-1]
     assert (total.differences, total.unexcused, total.identical) == (2, 1, 1)
-    assert "1 of 3, 1 near ties" in tables(summarise({0.0: results[0.0]}))
+    assert [result.unexcused for result in found] == [0, 0, 0, 1]
+    assert "1 of 3, 1 near ties" in tables(summarise(found))
+
+
+def test_a_difference_names_the_prompt_by_its_place_in_the_file():
+    answers = [
+        Answer(1.0, 9, rows=4),
+        Answer(1.0, 9, differences=[RowDifference(2, "token 3", near_tie=False)], rows=3),
+    ]
+    assert Result("m", "a", 0.0, 4, answers).differences == ["a[6] token 3"]
 
 
 def test_one_prompt_set_needs_no_tables_by_set(results):
-    both, one = tables(summarise(results)), tables(summarise({0.0: results[0.0][:2]}))
-    assert both.count("## ") == 4
-    assert one.count("## ") == 2
+    both, one = tables(summarise(results)), tables(summarise(results[:2]))
+    assert both.count("## ") == 5
+    assert one.count("## ") == 3
     assert "| a, T=0 " in both
     assert "| a, T=0 " not in one
 
 
 def test_texts_that_end_at_once_make_no_figures():
-    ended = [Result(name, "a", [Answer(1.0, 1, Stats(tokens=1, seconds=1.0))]) for name in ("plain", "head chain 2")]
-    row = summarise({0.0: ended})[1]
+    ended = [
+        Result(name, "a", 0.0, 1, [Answer(1.0, 1, [Stats(tokens=1, seconds=1.0)])])
+        for name in ("plain", "head chain 2")
+    ]
+    row = summarise(ended)[1]
     assert (row.draft_cost, row.pass_cost, row.nodes_per_step) == (0.0, 0.0, 1.0)
-    assert tables([*summarise({0.0: ended})])
+    assert tables([*summarise(ended)])
 
 
 def test_the_picture_has_a_bar_with_an_interval_for_every_method_and_set(results):
@@ -93,6 +181,15 @@ def test_the_picture_has_a_bar_with_an_interval_for_every_method_and_set(results
     assert ends == pytest.approx([end for row in drafted for end in row.tokens_per_step[1:]])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["head tree 3"]
     assert [axes.get_title() for axes in figure.axes[:2]] == ["temperature 0", "temperature 1"]
+
+
+def test_the_names_of_many_methods_fit_below_the_picture(results):
+    names = ["plain", *(f"transformers prompt lookup (packed weights) {number}" for number in range(9))]
+    figure = draw(summarise([replace(results[0], method=name) for name in names]))
+    FigureCanvasAgg(figure).draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
 
 
 def test_passes_and_nodes_are_counted_and_texts_stay(tiny_target, tiny_head):
@@ -118,25 +215,18 @@ def test_counting_is_per_prompt_and_works_in_batches_and_for_lookup(tiny_target,
     assert counting.take().trees == 0
 
 
-def test_heads_draft_chains_and_their_own_trees_as_deep_as_they_can(tiny_target, tiny_head):
-    assert list(rivals({"medusa": tiny_head}, lookup=2, chain=5)) == [
-        *("plain", "prompt lookup", "medusa chain 4", "medusa tree 10 (dynamic)")
-    ]
-    tiny_head.tree = {"depth": 2, "width": 2, "size": 5}
-    found = rivals({"m": tiny_head}, lookup=2, chain=2, draft_model=DraftModel(tiny_target, tiny_target))
-    assert list(found) == ["plain", "prompt lookup", "draft model chain 3", "m chain 3", "m tree 5 (dynamic)"]
-    assert found["m tree 5 (dynamic)"].grow == DynamicTree(depth=2, width=2, size=5)
-    assert found["prompt lookup"] == PromptLookup(length=2)
-    tiny_head.tree = ((0,), (0, 0))
-    assert list(rivals({"m": tiny_head}, lookup=2, chain=2)) == ["plain", "prompt lookup", "m chain 3"]
-
-
-def test_heads_of_one_kind_are_named_by_their_folders():
-    kinds = ["medusa", "medusa", "eagle"]
-    assert name_heads(["runs/a", "runs/b", "runs/e"], kinds) == ["medusa a", "medusa b", "eagle"]
-    assert name_heads(["a/best", "b/best", "e/best"], kinds) == ["medusa a/best", "medusa b/best", "eagle"]
-    with pytest.raises(ValueError, match="a head is given twice"):
-        name_heads(["runs/a", "runs/../runs/a"], ["medusa", "medusa"])
+def test_a_controller_that_pauses_is_counted_by_what_its_drafter_does(tiny_target, tiny_head):
+    dear, cheap = (Adaptive(tiny_head, (Arm(Chain(3), {1: cost}, (0.5, 0.2, 0.1)),)) for cost in (9.0, 0.1))
+    for adaptive in (dear, cheap):
+        counting = Counting(adaptive)
+        out = generate(tiny_target, [5, 6, 7], proposer=counting, max_new_tokens=12, eos_ids=[])
+        assert out.token_ids == generate(tiny_target, [5, 6, 7], max_new_tokens=12, eos_ids=[]).token_ids
+        found, steps = counting.take(), out.stats.steps
+        if adaptive is dear:  # nothing is drafted
+            assert (found.trees, found.nodes, found.passes, found.prompt_seconds) == (steps, steps, 0, 0.0)
+        else:
+            assert (found.trees, found.nodes, found.passes) == (steps, 4 * steps, 3 * steps - 1)
+            assert found.prompt_seconds > 0
 
 
 def test_tables_are_aligned():

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from decode import Drafting, DraftModel, DynamicTree, Sampling, Target, generate
-from decode.methods import methods
-from heads import HeadNotes, save_head
+from decode.methods import our_ways
+from heads import HeadNotes, load_head, save_head
 
 TREES = {
     "tree": DynamicTree(3, 4, 9),
@@ -130,5 +130,5 @@ def test_a_folder_may_recommend_a_dynamic_tree(tiny_target, tiny_head, tmp_path)
     save_head(tiny_head, tmp_path, target=tiny_target, notes=HeadNotes(tree=settings))
     plain = generate(tiny_target, [5, 6, 7], max_new_tokens=9).token_ids
     assert generate(tiny_target, [5, 6, 7], head=tmp_path, max_new_tokens=9).token_ids == plain
-    runs = methods(tiny_target, [str(tmp_path)], sampling=Sampling(seed=0), max_new_tokens=9, lookup=3)
-    assert {name for name in runs if name.startswith("medusa") and "dynamic" in name} == {"medusa tree 6 (dynamic)"}
+    ways = our_ways(tiny_target, {"medusa": load_head(tmp_path, tiny_target)}, chain=2, costs=lambda: None)
+    assert {name for name in ways if "dynamic" in name} == {"medusa tree 6 (dynamic)"}

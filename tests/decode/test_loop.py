@@ -1,10 +1,12 @@
 """Every way of drafting gives, token for token, the text of plain decoding and of a slow decoder without cache."""
 
+import time
+
 import pytest
 import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from decode import Chain, Drafting, Match, PromptLookup, Rejection, Sampling, StaticTree, generate
+from decode import Chain, Drafting, Match, PromptLookup, Rejection, Sampling, StaticTree, Stats, generate, stream
 from heads import create_head
 from heads.medusa import MedusaConfig
 
@@ -204,3 +206,23 @@ def test_a_proposer_object_is_a_head_with_its_tree(tiny_target, good_head, expec
     drafting = Drafting(good_head, Chain(2))
     results = generate(tiny_target, prompts, proposer=drafting, max_new_tokens=LIMIT, eos_ids=())
     assert [result.token_ids for result in results] == expected["greedy"]
+
+
+def test_bursts_are_what_a_client_sees_of_each_row_and_when(tiny_target, good_head, prompts):
+    seen, at, ends = {}, {}, {}
+    start = time.perf_counter()
+    for delta in stream(tiny_target, prompts, head=good_head, grow=TREE, max_new_tokens=LIMIT, eos_ids=()):
+        seen.setdefault(delta.row, []).append(len(delta.token_ids))
+        at.setdefault(delta.row, []).append(time.perf_counter() - start)
+        if delta.result is not None:
+            ends[delta.row] = delta.result.stats
+    assert len(ends) == len(prompts)
+    for row, stats in ends.items():
+        seconds, tokens = zip(*stats.bursts, strict=True)
+        assert list(tokens) == seen[row]
+        assert sum(tokens) == stats.tokens
+        assert len(tokens) == stats.steps + 1
+        assert max(tokens) > 1
+        assert list(seconds) == sorted(set(seconds))
+        assert all(0 < then < later for then, later in zip(seconds, at[row], strict=True))
+    assert Stats.total(list(ends.values())).bursts == []

@@ -80,11 +80,11 @@ def test_names_are_drawn_as_they_are_in_the_curves(tmp_path: Path):
 def test_names_are_drawn_as_they_are_in_the_chart(tmp_path: Path):
     stats = Stats(tokens=11, steps=5, seconds=1.0, parts={"prefill": 0.1, "propose": 0.1}, offered=[5], accepted=[4])
     results = [
-        Result(method, name, [Answer(1.0, 11, stats, counts=Counts(trees=5, nodes=15, passes=10))])
+        Result(method, name, 0.0, 1, [Answer(1.0, 11, [stats], counts=Counts(trees=5, nodes=15, passes=10))])
         for name in NAMES
         for method in ("plain", *NAMES)
     ]
-    figure = draw(summarise({0.0: results}))
+    figure = draw(summarise(results))
     assert texts(figure.legends[0]) == NAMES
     assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == [*NAMES, "all"]
     figure.savefig(tmp_path / "chart.png")

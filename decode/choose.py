@@ -1,0 +1,181 @@
+"""Which tree is fastest on a machine: ways of drafting, measured on known texts, and their predicted speed.
+
+A step takes the time of drafting, of a target pass over its nodes and of the loop's own books; what it gives is
+counted exactly by `decode.replay`. The target's own cost comes from `decode.costs`. The search climbs: from a usual
+dynamic tree along one setting at a time, for as long as the predicted speed rises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from decode.adaptive import conditional
+from decode.costs import VerifyCosts, on_lines
+from decode.formulas import expected_tokens_by_depth
+from decode.grow import Chain
+from decode.propose import Drafting, Drafts, to_grow
+from decode.ranks import Ranked, best_tree
+from decode.replay import Known, Replayed, replay
+from decode.sampling import Sampling
+from decode.target import Target
+from heads.growing import growing_tree
+
+Way = Sequence[Sequence[int]] | Mapping[str, float]
+"""A tree to draft: paths of child ranks, or settings of a dynamic tree, as folders hold them."""
+
+STATIC_SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 24, 32)
+LADDERS: dict[str, tuple[float, ...]] = {
+    "size": (2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64),
+    "depth": (1, 2, 3, 4, 5, 6, 8),
+    "confidence": (0.0, 0.03, 0.06, 0.1, 0.15, 0.25, 0.4),
+    "width": (1, 2, 3, 4, 6, 8, 10),
+}
+"""Values of a dynamic tree's settings that the search tries, in the order in which it tries the settings."""
+LONGEST_CHAIN = 5
+SHORT = 3
+"""Texts that are replayed one by one, to time drafting for a single row."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A way of drafting on the calibration texts of one temperature."""
+
+    way: Way
+    replayed: Replayed
+    draft_seconds: Mapping[int, float]
+    """Of a step, by rows of the batch."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one row."""
+        return self.replayed.stats.tokens_per_step
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """Share of steps that accept at least 1, 2, … drafts."""
+        stats = self.replayed.stats
+        return tuple(accepted / stats.steps for accepted in stats.accepted) if stats.steps else ()
+
+    def nodes(self, rows: int) -> list[int]:
+        """Return the nodes of each row that passes over batches of so many rows would have: those of the largest."""
+        groups = [sizes[i : i + rows] for sizes in self.replayed.sizes for i in range(0, len(sizes), rows)]
+        return [max(group) for group in groups]
+
+    def step_seconds(self, costs: VerifyCosts, rows: int) -> float:
+        """Return the predicted time of a step."""
+        passes = Counter(self.nodes(rows) or [1])
+        verify = sum(number * costs.seconds(rows, nodes) for nodes, number in passes.items()) / passes.total()
+        return on_lines(sorted(self.draft_seconds.items()), rows) + verify + self.replayed.other_seconds
+
+    def cost(self, costs: VerifyCosts, rows: int) -> float:
+        """Return the predicted time of a step over that of a plain step."""
+        return self.step_seconds(costs, rows) / (costs.seconds(rows, 1) + self.replayed.other_seconds)
+
+    def speedup(self, costs: VerifyCosts, rows: int) -> float:
+        """Return the predicted time of plain decoding over that with these drafts."""
+        return self.tokens_per_step / self.cost(costs, rows)
+
+
+class Search:
+    """Looks for the fastest way of drafting at one temperature, and remembers all that it measured."""
+
+    def __init__(
+        self, target: Target, drafts: Drafts, texts: Sequence[Known], sampling: Sampling, costs: VerifyCosts
+    ) -> None:
+        self._target, self._drafts = target, drafts
+        self._texts, self._sampling, self._costs = texts, sampling, costs
+        self._rows = min(16, len(texts))
+        self.found: dict[str, Measured] = {}
+        """By the way's form in JSON."""
+
+    def measure(self, way: Way) -> Measured:
+        """Measure a way of drafting; once."""
+        key = json.dumps(way)
+        if key not in self.found:
+            drafting = Drafting(self._drafts, to_grow(way))
+            together = replay(self._target, self._texts, drafting, sampling=self._sampling, rows=self._rows)
+            seconds = {self._rows: together.draft_seconds}
+            if self._rows > 1:
+                some = self._texts[:SHORT]
+                alone = replay(self._target, some, drafting, sampling=self._sampling, rows=1, max_new_tokens=32)
+                seconds[1] = alone.draft_seconds
+            self.found[key] = Measured(way, together, seconds)
+        return self.found[key]
+
+    def run(self, ranked: Sequence[Ranked], *, most_nodes: int) -> None:
+        """Measure the best static trees and climb from the usual dynamic tree.
+
+        Args:
+            ranked: How the texts rank in the drafter's guesses.
+            most_nodes: Largest tree.
+        """
+        drafter = self._drafts.drafter()
+        columns = drafter.vocab_size if drafter.vocabulary is None else len(drafter.vocabulary)
+        depth = min(drafter.max_depth, 8)
+        limits = {"size": most_nodes, "depth": depth, "width": columns, "confidence": 1.0}
+        sizes = [size for size in STATIC_SIZES if size <= most_nodes]
+        trees = {best_tree(ranked, size) for size in sizes} - {()}
+        chains = {Chain(length).paths for length in range(1, min(depth, most_nodes - 1, LONGEST_CHAIN) + 1)}
+        with tqdm(desc=f"ways of drafting, T={self._sampling.temperature:g}", leave=False) as progress:
+            for paths in sorted(trees | chains, key=len):
+                self.measure([list(path) for path in paths])
+                progress.update()
+            start = {**growing_tree(depth, columns), "confidence": 0.0}
+            start["size"] = min(start["size"], most_nodes)
+            self._climb(start, limits, progress)
+
+    def _climb(self, way: dict[str, float], limits: Mapping[str, float], progress: tqdm) -> None:
+        best = self.measure(way)
+        for _ in range(2):
+            before = best
+            for name, ladder in LADDERS.items():
+                assert isinstance(best.way, Mapping)
+                values = sorted({value for value in ladder if value <= limits[name]} | {best.way[name]})
+                for step in (1, -1):
+                    best = self._along(best, name, values, step, progress)
+            if best is before:
+                break
+
+    def _along(self, best: Measured, name: str, values: Sequence[float], step: int, progress: tqdm) -> Measured:
+        """Change one setting step by step for as long as that helps."""
+        assert isinstance(best.way, Mapping)
+        place = values.index(best.way[name]) + step
+        while 0 <= place < len(values):
+            assert isinstance(best.way, Mapping)
+            tried = self.measure({**best.way, name: values[place]})
+            progress.update()
+            if tried.speedup(self._costs, 1) <= best.speedup(self._costs, 1):
+                break
+            best, place = tried, place + step
+        return best
+
+    def best(self, rows: int) -> Measured:
+        """Return the fastest way that was measured, for batches of so many rows."""
+        return max(self.found.values(), key=lambda measured: measured.speedup(self._costs, rows))
+
+
+def ladder(searches: Mapping[float, Search], costs: VerifyCosts, rows: Sequence[int]) -> list[Way]:
+    """Return the ways that are fastest for some acceptance: what a controller may want to change to.
+
+    Args:
+        searches: By temperature.
+        costs: Of target passes.
+        rows: Batch sizes.
+    """
+    wanted: dict[str, Way] = {}
+    for search in searches.values():
+        for factor in (1.0, 0.75, 0.5, 1.25):
+            for batch in rows:
+                best = max(search.found.values(), key=lambda m: _scaled(m, factor) / m.cost(costs, batch))
+                wanted.setdefault(json.dumps(best.way), best.way)
+    return list(wanted.values())
+
+
+def _scaled(measured: Measured, factor: float) -> float:
+    """Return the tokens per step if every depth accepted `factor` times as often."""
+    return expected_tokens_by_depth([min(1.0, factor * rate) for rate in conditional(measured.reach)])
