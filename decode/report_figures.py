@@ -1,0 +1,173 @@
+"""The pictures of `decode.report`: each function draws into axes and returns the numbers it has drawn."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+
+from decode.costs import VerifyCosts
+from decode.tune_tables import name_way
+from decode.tuned import Choice, Plan
+
+Numbers = dict[str, Any]
+Bursts = Sequence[Sequence[tuple[float, int]]]
+"""For each text, seconds and new tokens of every step."""
+
+
+def draw_costs(axes: Axes, plan: Plan) -> Numbers:
+    """Draw the cost of a pass against its nodes, by rows and context, and the chosen trees on it."""
+    costs = VerifyCosts.read(plan.costs)
+    numbers: Numbers = {}
+    for rows in sorted({point.rows for point in costs.points}):
+        for context in costs.contexts(rows):
+            curve = costs.curve(rows, context)
+            unit = curve[0].seconds
+            name = f"{rows} x {context} tokens"
+            numbers[name] = {point.nodes: point.seconds / unit for point in curve}
+            axes.plot([p.nodes for p in curve], [p.seconds / unit for p in curve], marker=".", label=name)
+            low, high = [p.low / unit for p in curve], [p.high / unit for p in curve]
+            axes.fill_between([p.nodes for p in curve], low, high, alpha=0.15)
+    for choice in plan.choices:
+        if choice.rows == 1 and choice.arm is not None:
+            numbers[f"chosen at T={choice.temperature:g}"] = _mark(axes, plan, choice, costs)
+    axes.set(
+        xlabel="nodes of each row's tree", ylabel="time of a target pass (one node = 1)", xscale="log", yscale="log"
+    )
+    axes.legend(frameon=False, fontsize="small")
+    return numbers
+
+
+def _mark(axes: Axes, plan: Plan, choice: Choice, costs: VerifyCosts) -> str:
+    """Mark a choice for one row on the curve, and return its name."""
+    assert choice.arm is not None
+    way = plan.arms[choice.arm].way
+    nodes = way["size"] if isinstance(way, Mapping) else len(way) + 1
+    name = name_way(way)
+    label = f"T={choice.temperature:g}: {name}"
+    axes.plot([nodes], [costs.relative(1, nodes)], "o", ms=9, mfc="none", mew=2, color="black", label=label)
+    return name
+
+
+def draw_speedups(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> Numbers:
+    """Draw the speed-up of every method but plain decoding, with intervals, grouped by prompt set.
+
+    Args:
+        axes: Where.
+        rows: Figures of one temperature and number of rows.
+    """
+    methods = [name for name in dict.fromkeys(row["method"] for row in rows) if name != "plain"]
+    sets = list(dict.fromkeys(row["prompts"] for row in rows))
+    width = 0.8 / max(1, len(methods))
+    numbers: Numbers = {}
+    for number, method in enumerate(methods):
+        found = {row["prompts"]: row["speedup"] for row in rows if row["method"] == method}
+        values, lows, highs = zip(*(_parts(found[name]) for name in sets), strict=True)
+        places = [group + (number - (len(methods) - 1) / 2) * width for group in range(len(sets))]
+        below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
+        above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
+        axes.bar(places, values, width, yerr=[below, above], label=method, error_kw={"elinewidth": 0.8})
+        numbers[method] = dict(zip(sets, values, strict=True))
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(sets)), sets, parse_math=False)
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.legend(frameon=False, fontsize="x-small")
+    return numbers
+
+
+def _parts(interval: Mapping[str, float] | Sequence[float]) -> tuple[float, float, float]:
+    """Return value, low and high of an interval as JSON has it."""
+    value, low, high = interval.values() if isinstance(interval, Mapping) else interval
+    return value, low, high
+
+
+def draw_acceptance(axes: Axes, rates: Mapping[str, Sequence[float]]) -> Numbers:
+    """Draw how often drafts are accepted at each depth, given that those above were.
+
+    Args:
+        axes: Where.
+        rates: By method, from depth 1 on.
+    """
+    for name, values in rates.items():
+        axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
+    deepest = max(map(len, rates.values()), default=1)
+    axes.set(xlabel="depth", ylabel="accepted, given the one above", ylim=(0, 1), xticks=range(1, deepest + 1))
+    axes.legend(frameon=False, fontsize="small")
+    return {name: list(values) for name, values in rates.items()}
+
+
+def draw_throughput(axes: Axes, rates: Mapping[str, Mapping[int, float]]) -> Numbers:
+    """Draw tokens per second against the rows of a batch, over those of plain decoding of one row.
+
+    Args:
+        axes: Where.
+        rates: Tokens per second by method and rows; "plain" must be there.
+    """
+    unit = rates["plain"][min(rates["plain"])]
+    numbers = {name: {rows: rate / unit for rows, rate in sorted(by_rows.items())} for name, by_rows in rates.items()}
+    for name, by_rows in numbers.items():
+        colour = "black" if name == "plain" else None
+        axes.plot(list(by_rows), list(by_rows.values()), marker="o", label=name, color=colour)
+    rows = sorted(rates["plain"])
+    axes.set(xlabel="rows of the batch", ylabel="tokens per second (plain, one row = 1)", xscale="log")
+    axes.set_xticks(rows, list(map(str, rows)))
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize="small")
+    return numbers
+
+
+def draw_gaps(gaps_axes: Axes, bursts_axes: Axes, bursts: Mapping[str, Bursts]) -> Numbers:
+    """Draw the time between tokens as a client sees it, and how many come at once.
+
+    Tokens of one step arrive together: speculation shows itself by gaps of no time beside gaps of a whole step.
+
+    Args:
+        gaps_axes: Where the gaps go.
+        bursts_axes: Where the sizes of bursts go.
+        bursts: By method.
+    """
+    numbers: Numbers = {}
+    gaps = {name: [gap for text in texts for gap in token_gaps(text)] for name, texts in bursts.items()}
+    longest = max((_quantile(found, 0.99) for found in gaps.values() if found), default=1.0)
+    colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    width = 0.8 / max(1, len(bursts))
+    for number, (name, found) in enumerate(gaps.items()):
+        if not found:
+            continue
+        shown = [1e3 * min(gap, longest) for gap in found]
+        shares = [1 / len(shown)] * len(shown)
+        gaps_axes.hist(shown, bins=60, weights=shares, histtype="step", label=name, color=colours[number % 10])
+        sizes = Counter(size for text in bursts[name] for _, size in text)
+        total = sum(sizes.values())
+        places = [size + (number - (len(bursts) - 1) / 2) * width for size in sorted(sizes)]
+        heights = [sizes[size] / total for size in sorted(sizes)]
+        bursts_axes.bar(places, heights, width, label=name, color=colours[number % 10])
+        numbers[name] = {
+            "no gap": sum(gap == 0 for gap in found) / len(found),
+            "mean ms": 1e3 * statistics.fmean(found),
+            **{f"p{share} ms": 1e3 * _quantile(found, share / 100) for share in (50, 95, 99)},
+            "bursts": {size: sizes[size] / total for size in sorted(sizes)},
+        }
+    gaps_axes.set(xlabel="ms since the token before", ylabel="share of tokens", yscale="log")
+    bursts_axes.set(xlabel="tokens that arrive at once", ylabel="share of steps")
+    gaps_axes.legend(frameon=False, fontsize="small")
+    return numbers
+
+
+def token_gaps(text: Sequence[tuple[float, int]]) -> list[float]:
+    """Return the seconds between each token and the one before, of a text's steps (seconds, tokens)."""
+    gaps: list[float] = []
+    before: float | None = None
+    for seconds, tokens in text:
+        if tokens:
+            gaps += ([] if before is None else [seconds - before]) + [0.0] * (tokens - 1)
+            before = seconds
+    return gaps
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
