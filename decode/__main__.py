@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from decode.adaptive_lookup import AdaptiveLookup
-from decode.costs import measure_costs
+from decode.costs import CONTEXTS, measure_costs
 from decode.generation import DRAFT_LENGTH, RULES, draft_chain, stream
 from decode.grow import Grow, StaticTree
 from decode.lookup import PromptLookup
@@ -146,7 +146,7 @@ def _lookup(length: int | Literal["auto"] | None, target: Target) -> Proposer | 
     if length is None:
         return None
     if length == "auto":
-        return AdaptiveLookup(measure_costs(target, nodes=LOOKUP_NODES, repeats=3))
+        return AdaptiveLookup(measure_costs(target, nodes=LOOKUP_NODES, contexts=CONTEXTS, repeats=5))
     return PromptLookup(length=length)
 
 

@@ -125,7 +125,7 @@ class _AdaptiveState:
         self._index = NgramIndex(rows, settings.min_ngram, settings.max_ngram)
         self._matches: list[Found | None] = [None] * rows
         self._rates = AgreementRates(settings.prior_strength)
-        self._seconds: dict[int, list[float]] = {}
+        self._seconds: dict[tuple[int, int], list[float]] = {}
 
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to do: the rows' own text is read when a tree is proposed."""
@@ -135,7 +135,7 @@ class _AdaptiveState:
             if match is not None:
                 self._rates.learn(match, row.context[match.end :])
         self._matches = [self._match(b, row.context) for b, row in enumerate(rows)]
-        drafts = self._choose() - 1
+        drafts = self._choose(max(len(row.context) for row in rows)) - 1
         trees = []
         for match, row in zip(self._matches, rows, strict=True):
             tokens = [row.context[-1], *([] if match is None else match.tokens[:drafts])]
@@ -160,10 +160,14 @@ class _AdaptiveState:
             tokens.append(tokens[-period])
         return Found(len(text), place, length, tokens)
 
-    def _choose(self) -> int:
-        """Return the nodes of each row's tree that give the most tokens per second; 1 where no draft pays."""
+    def _choose(self, context: int) -> int:
+        """Return the nodes of each row's tree that give the most tokens per second; 1 where no draft pays.
+
+        Args:
+            context: Tokens of the longest row.
+        """
         found = [match.length for match in self._matches if match is not None]
-        seconds = self._costs(len(self._matches))
+        seconds = self._costs(len(self._matches), context)
         if not found:
             return 1
         chances = [self._rates.survivals(length, self._settings.longest) for length in found]
@@ -175,12 +179,14 @@ class _AdaptiveState:
                 best, most = nodes, tokens / seconds[nodes - 1]
         return best
 
-    def _costs(self, rows: int) -> list[float]:
-        """Return the seconds of passes over 1, 2, … nodes in each of these rows."""
-        if rows not in self._seconds:
+    def _costs(self, rows: int, context: int) -> list[float]:
+        """Return the seconds of passes over 1, 2, … nodes in each of these rows, at the nearest context measured."""
+        costs = self._settings.costs
+        nearest = min(costs.contexts(1), key=lambda measured: abs(measured - context))
+        if (rows, nearest) not in self._seconds:
             sizes = range(1, self._settings.max_nodes + 1)
-            self._seconds[rows] = [pass_seconds(self._settings.costs, rows, nodes) for nodes in sizes]
-        return self._seconds[rows]
+            self._seconds[rows, nearest] = [pass_seconds(costs, rows, nodes, nearest) for nodes in sizes]
+        return self._seconds[rows, nearest]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._index.keep(rows)
@@ -202,7 +208,8 @@ def match_length(text: Sequence[int], place: int) -> int:
     return next((n for n in range(most) if text[place - 1 - n] != text[-1 - n]), most)
 
 
-def pass_seconds(costs: VerifyCosts, rows: int, nodes: int) -> float:
+def pass_seconds(costs: VerifyCosts, rows: int, nodes: int, context: int) -> float:
     """Return the seconds of a pass; of more rows than were measured, those of as many nodes in fewer rows."""
     measured = max(point.rows for point in costs.points)
-    return costs.seconds(rows, nodes) if rows <= measured else costs.seconds(measured, nodes * rows / measured)
+    fewer = min(rows, measured)
+    return costs.seconds(fewer, nodes * rows / fewer, context)

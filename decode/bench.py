@@ -35,7 +35,7 @@ from decode.chart import save_chart
 from decode.comparison import Comparison, theirs_run_at
 from decode.comparison_log import ComparisonLog
 from decode.comparison_table import Summary, summarise, tables
-from decode.costs import NODES, measure_costs
+from decode.costs import CONTEXTS, NODES, measure_costs
 from decode.draft_model import DraftModel
 from decode.machine import machine
 from decode.measure import Result, longest, read_sets, to_ids
@@ -106,7 +106,9 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Comparison, Comparison
     )
     settings = _settings(args, comparison, _check(comparison))
     nodes = [size for size in NODES if size < min(64, target.max_length)]  # it proposes 32 tokens at most
-    costs = None if LOOKUP not in names else lambda: measure_costs(target, nodes=nodes, rows=args.rows)
+    costs = (
+        None if LOOKUP not in names else lambda: measure_costs(target, nodes=nodes, rows=args.rows, contexts=CONTEXTS)
+    )
     log.open(settings, costs)
     return comparison, log
 
@@ -197,14 +199,14 @@ def _run(args: argparse.Namespace, folder: Path, command: str) -> int:
     try:
         results = comparison.run(log)
         rows, place = summarise(results), machine(comparison.target)
+        print(tables(rows), "", *_differences(results), place, sep="\n")
         if args.out:
             _write(folder, rows, results, {"command": command, "machine": place})
+            print(f"wrote comparison.json and {', '.join(_pictures(rows).values())} to {folder}")
     except OSError as error:
         way_out = "the same command continues" if args.out else "make room, or give --out DIR"
         print(f"error: cannot write to {folder} ({error}); {way_out}", file=sys.stderr)
         return 2
-    written = f"wrote comparison.json and {', '.join(_pictures(rows).values())} to {folder}"
-    print(tables(rows), "", *_differences(results), place, *([written] if args.out else []), sep="\n")
     return 1 if any(result.unexcused for result in results if not result.method.startswith(HF)) else 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -36,7 +36,7 @@ LADDERS: dict[str, tuple[float, ...]] = {
     "width": (1, 2, 3, 4, 6, 8, 10),
 }
 """Values of a dynamic tree's settings that the search tries, in the order in which it tries the settings."""
-LONGEST_CHAIN = 5
+CHAINS = 5
 SHORT = 3
 """Texts that are replayed one by one, to time drafting for a single row."""
 
@@ -49,6 +49,8 @@ class Measured:
     replayed: Replayed
     draft_seconds: Mapping[int, float]
     """Of a step, by rows of the batch."""
+    other_seconds: Mapping[int, float]
+    """The loop's own of a step, by rows of the batch."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -70,15 +72,38 @@ class Measured:
         """Return the predicted time of a step."""
         passes = Counter(self.nodes(rows) or [1])
         verify = sum(number * costs.seconds(rows, nodes) for nodes, number in passes.items()) / passes.total()
-        return on_lines(sorted(self.draft_seconds.items()), rows) + verify + self.replayed.other_seconds
+        return on_lines(sorted(self.draft_seconds.items()), rows) + verify + self._other(rows)
 
-    def cost(self, costs: VerifyCosts, rows: int) -> float:
-        """Return the predicted time of a step over that of a plain step."""
-        return self.step_seconds(costs, rows) / (costs.seconds(rows, 1) + self.replayed.other_seconds)
+    def plain_seconds(self, costs: VerifyCosts, rows: int) -> float:
+        """Return the predicted time of a plain step."""
+        return costs.seconds(rows, 1) + self._other(rows)
+
+    def _other(self, rows: int) -> float:
+        return on_lines(sorted(self.other_seconds.items()), rows)
 
     def speedup(self, costs: VerifyCosts, rows: int) -> float:
-        """Return the predicted time of plain decoding over that with these drafts."""
-        return self.tokens_per_step / self.cost(costs, rows)
+        """Return the predicted time of plain decoding over that with these drafts, of batches of so many texts.
+
+        A batch ends with its slowest text: where texts differ in how well they are drafted, steps in which few rows are
+        left cost nearly as much as full ones, and eat up some of the gain.
+        """
+        texts = self.replayed.by_text
+        starts = range(0, max(1, len(texts) - rows + 1), rows)
+        batches = [[texts[(start + row) % len(texts)] for row in range(rows)] for start in starts] if texts else []
+        plain = sum(_until_all_end([t.tokens - 1 for t in b], lambda n: self.plain_seconds(costs, n)) for b in batches)
+        drafted = sum(_until_all_end([t.steps for t in b], lambda n: self.step_seconds(costs, n)) for b in batches)
+        return plain / drafted if drafted else 1.0
+
+    def cost(self, costs: VerifyCosts, rows: int) -> float:
+        """Return the tokens per step that drafts must give to be worth their time."""
+        return self.tokens_per_step / self.speedup(costs, rows)
+
+
+def _until_all_end(lengths: Sequence[int], seconds: Callable[[int], float]) -> float:
+    """Return the time of a batch whose rows take so many steps each; a step of n rows takes `seconds(n)`."""
+    ends = sorted(lengths)
+    steps = [end - before for before, end in zip([0, *ends], ends, strict=False)]
+    return sum(number * seconds(len(ends) - ended) for ended, number in enumerate(steps) if number)
 
 
 class Search:
@@ -99,16 +124,17 @@ class Search:
         if key not in self.found:
             drafting = Drafting(self._drafts, to_grow(way))
             together = replay(self._target, self._texts, drafting, sampling=self._sampling, rows=self._rows)
-            seconds = {self._rows: together.draft_seconds}
+            timed = {self._rows: together}
             if self._rows > 1:
                 some = self._texts[:SHORT]
-                alone = replay(self._target, some, drafting, sampling=self._sampling, rows=1, max_new_tokens=32)
-                seconds[1] = alone.draft_seconds
-            self.found[key] = Measured(way, together, seconds)
+                timed[1] = replay(self._target, some, drafting, sampling=self._sampling, rows=1, max_new_tokens=32)
+            drafts = {rows: replayed.draft_seconds for rows, replayed in timed.items()}
+            others = {rows: replayed.other_seconds for rows, replayed in timed.items()}
+            self.found[key] = Measured(way, together, drafts, others)
         return self.found[key]
 
     def run(self, ranked: Sequence[Ranked], *, most_nodes: int) -> None:
-        """Measure the best static trees and climb from the usual dynamic tree.
+        """Measure chains and the best static trees, and climb from the usual dynamic tree by its speed for one row.
 
         Args:
             ranked: How the texts rank in the drafter's guesses.
@@ -120,7 +146,7 @@ class Search:
         limits = {"size": most_nodes, "depth": depth, "width": columns, "confidence": 1.0}
         sizes = [size for size in STATIC_SIZES if size <= most_nodes]
         trees = {best_tree(ranked, size) for size in sizes} - {()}
-        chains = {Chain(length).paths for length in range(1, min(depth, most_nodes - 1, LONGEST_CHAIN) + 1)}
+        chains = {Chain(length).paths for length in range(1, min(depth, most_nodes - 1, CHAINS) + 1)}
         with tqdm(desc=f"ways of drafting, T={self._sampling.temperature:g}", leave=False) as progress:
             for paths in sorted(trees | chains, key=len):
                 self.measure([list(path) for path in paths])
@@ -169,9 +195,10 @@ def ladder(searches: Mapping[float, Search], costs: VerifyCosts, rows: Sequence[
     """
     wanted: dict[str, Way] = {}
     for search in searches.values():
-        for factor in (1.0, 0.75, 0.5, 1.25):
-            for batch in rows:
-                best = max(search.found.values(), key=lambda m: _scaled(m, factor) / m.cost(costs, batch))
+        for batch in rows:
+            needed = [(measured, measured.cost(costs, batch)) for measured in search.found.values()]
+            for factor in (1.0, 0.75, 0.5, 1.25):
+                best, _ = max(needed, key=lambda pair: _scaled(pair[0], factor) / pair[1])
                 wanted.setdefault(json.dumps(best.way), best.way)
     return list(wanted.values())
 

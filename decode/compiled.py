@@ -1,7 +1,8 @@
 """The decoder layers of Llama-like models, compiled by torch: `Target(..., compile=True)`.
 
 What stands before and behind attention is one function each of states and weights, so all layers share two compiled
-functions. Sizes are symbolic: trees of other sizes and other batches are not compiled again. Attention and the cache
+functions. Sizes are symbolic, but for one row or one node against several: each of these four is compiled when it first
+comes, which takes seconds. Attention and the cache
 stay outside, where slots change from step to step. Meant for GPUs, where a pass over few nodes waits for kernels to be
 started; on a CPU packed weights are faster.
 """

@@ -23,6 +23,8 @@ from decode.tree import TokenTree, tree_shape
 NODES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 ROWS = (1, 2, 4, 8, 16)
 CONTEXT = 256
+CONTEXTS = (CONTEXT, 1024)
+"""Committed tokens before the trees."""
 ROUNDS_OF_BATCHES = 5
 """Passes over several rows take long, and vary less."""
 MOST = 256
@@ -157,7 +159,7 @@ def measure_costs(
     for batch, context in itertools.product(sorted({1, *rows}), fitting):
         if batch > 1 and context != fitting[0]:
             continue
-        wanted = [size for size in sizes if size == 1 or batch * size <= MOST]
+        wanted = [size for size in sizes if size in sizes[:2] or batch * size <= MOST]  # two at least: a slope
         rounds = repeats if batch == 1 else min(repeats, ROUNDS_OF_BATCHES)
         times = _measure(target, batch, context, wanted, rounds)
         points += [Cost(batch, context, size, *_spread(seconds)) for size, seconds in times.items()]
@@ -167,7 +169,8 @@ def measure_costs(
 def _measure(target: Target, rows: int, context: int, sizes: Sequence[int], repeats: int) -> dict[int, list[float]]:
     session = target.session(rows, context + max(sizes))
     session.prefill([[7]] * rows)
-    session.cache.lengths = [context] * rows  # K/V of zeros take as long as any
+    # K/V of zeros take as long as any; rows of a batch differ in length
+    session.cache.lengths = [max(1, context - row) for row in range(rows)]
     times: dict[int, list[float]] = {size: [] for size in sizes}
     progress = tqdm(range(repeats + 1), desc=f"cost of passes, {rows} x {context} tokens", leave=False)
     for _ in progress:

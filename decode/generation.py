@@ -70,7 +70,7 @@ def generate(
         raw: Take text prompts as they are, without the chat template.
         logprobs: Return the log-probability of each new token.
         adapt: Let drafts that were tuned change with the text, down to none where they do not pay
-            (`decode.adaptive`); else every step drafts what was best on the calibration texts.
+            (`decode.adaptive`); else every step drafts what was best on the calibration texts. Plans are for "match".
         check: Debug: after every step compare all caches with fresh ones. Slow.
 
     Returns:
@@ -217,9 +217,11 @@ def draft_chain(rule: AcceptRule, length: int, *, temperature: float | None = No
 
 
 def _check_drafting(target: Target, drafting: Drafting | Adaptive, rule: AcceptRule, length: int) -> None:
-    if isinstance(rule, Block) and isinstance(drafting, Drafting) and drafting.grow.width > 1:
+    grows = [drafting.grow] if isinstance(drafting, Drafting) else [arm.grow for arm in drafting.arms]
+    width = max(grow.width for grow in grows)
+    if isinstance(rule, Block) and width > 1:
         raise ValueError(
-            f"block verification is for chains, but the drafts are a tree in which a node has {drafting.grow.width} "
+            f"block verification is for chains, but the drafts are a tree in which a node has {width} "
             "children; give grow=Chain(length) (--tree-width 1 on the command line), or use accept='rejection'"
         )
     if isinstance(drafting.head, DraftModel) and drafting.head.target is not target:

@@ -34,7 +34,14 @@ def machine(target: Target) -> dict[str, str]:
     return {
         "device": device_name(target),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "packed": str(bool(target.packed)),
+        "layers": _layers(target),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _layers(target: Target) -> str:
+    """Say how the target's layers are computed."""
+    if not target.packed:
+        return "plain"
+    return "packed" if target.packed.has_products else "compiled"

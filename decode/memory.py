@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decode.generation import generate
 from decode.loading import find_device, find_dtype
 from decode.lookup import PromptLookup
-from decode.measure import markdown
+from decode.measure import markdown, write_report
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.support import UnsupportedTargetError
 from decode.target import Target
@@ -68,7 +68,7 @@ def _theirs(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
     model.to(device).eval()
-    prompts = json.loads(args.ids)
+    prompts = json.load(sys.stdin)
     ends = [tokenizer.eos_token_id]
 
     def run() -> int:
@@ -87,7 +87,7 @@ def _ours(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
     target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
     head = load_head(args.head, target) if args.one == HEAD else None
     proposer = PromptLookup() if args.one == LOOKUP else None
-    prompts = json.loads(args.ids)
+    prompts = json.load(sys.stdin)
 
     def run() -> int:
         total = 0
@@ -110,11 +110,11 @@ def compare(args: argparse.Namespace, prompts: list[list[int]]) -> list[dict[str
     rows: list[dict[str, object]] = []
     first = 0.0
     for way in ways:
-        command = [sys.executable, "-m", "decode.memory", args.target, "--one", way, "--ids", json.dumps(prompts)]
+        command = [sys.executable, "-m", "decode.memory", args.target, "--one", way]
         command += ["--dtype", args.dtype, "--max-new-tokens", str(args.max_new_tokens)]
         command += ["--head", args.head] if args.head else []
         command += ["--device", args.device] if args.device else []
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, input=json.dumps(prompts), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{way} failed with exit status {done.returncode}")
         found = json.loads(done.stdout.splitlines()[-1])
@@ -145,7 +145,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device")
     p.add_argument("--out", type=Path, help="write the table as JSON")
     p.add_argument("--one", choices=[THEIRS, PLAIN, LOOKUP, HEAD], help=argparse.SUPPRESS)
-    p.add_argument("--ids", help=argparse.SUPPRESS)
     return p
 
 
@@ -167,13 +166,15 @@ def main(argv: list[str] | None = None) -> int:
         if args.head is not None:
             load_head(args.head, target)
         del target
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the others want it
         rows = compare(args, prompts)
     except (ValueError, OSError, RuntimeError, UnsupportedTargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(markdown(rows))
     if args.out is not None:
-        args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        return 0 if write_report(args.out, {"rows": rows}) else 2
     return 0
 
 

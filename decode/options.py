@@ -23,7 +23,7 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "dynamic tree",
         "Any of these gives each step the tree of the drafter's most probable paths (EAGLE-2); what is left out is as "
-        "in the tree that would be used without them.",
+        "in the head's or the draft model's own tree, tuned or not.",
     )
     for name, (kind, metavar, text) in TREE_OPTIONS.items():
         group.add_argument(f"--tree-{name}", type=kind, metavar=metavar, help=text)

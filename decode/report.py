@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 
 from decode.measure import ALL
 from decode.report_figures import Numbers, draw_acceptance, draw_costs, draw_gaps, draw_speedups, draw_throughput
-from decode.tuned import Plan
+from decode.tuned import FORMAT, Plan
 from heads.checkpoint import TUNED, read_plans
 from heads.files import check_writable
 
@@ -37,17 +38,21 @@ def speedups(rows: Summaries) -> tuple[Figure, Numbers]:
     for line, batch in zip(grid, batches, strict=True):
         for axes, temperature in zip(line, temperatures, strict=True):
             here = [row for row in rows if (row["temperature"], row["rows"]) == (temperature, batch)]
-            title = f"T={temperature:g}, {batch} {'row' if batch == 1 else 'rows'}"
+            title = _title(temperature, batch)
             numbers[title] = draw_speedups(axes, here)
             axes.set_title(title)
     return figure, numbers
 
 
+def _title(temperature: float, rows: int) -> str:
+    return f"T={temperature:g}, {rows} {'row' if rows == 1 else 'rows'}"
+
+
 def acceptance(rows: Summaries) -> tuple[Figure, Numbers]:
-    """Draw acceptance per depth, a panel for each temperature, for single rows and all prompts."""
-    here = [row for row in _overall(rows) if row["rows"] == min(r["rows"] for r in rows) and row["accept_rates"]]
+    """Draw acceptance per depth, a panel for each temperature, with the fewest rows and for all prompts."""
+    here = _drafting(rows)
     temperatures = sorted({row["temperature"] for row in here})
-    figure = _figure(1, max(1, len(temperatures)), width=5.0, height=4.0)
+    figure = _figure(1, len(temperatures), width=5.0, height=4.0)
     numbers: Numbers = {}
     for axes, temperature in zip(figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True):
         rates = {row["method"]: row["accept_rates"] for row in here if row["temperature"] == temperature}
@@ -81,6 +86,7 @@ def gaps(raw: Sequence[Mapping[str, Any]]) -> tuple[Figure, Numbers]:
             texts = [row["bursts"] for answer in result["answers"] for row in answer["by_row"]]
             bursts.setdefault(result["method"], []).extend(texts)
     figure = _figure(1, 2, width=5.5, height=4.0)
+    figure.suptitle(_title(*first), fontsize="medium")
     left, right = figure.subplots(1, 2)
     return figure, draw_gaps(left, right, {name: texts for name, texts in bursts.items() if texts})
 
@@ -95,6 +101,12 @@ def _overall(rows: Summaries) -> list[Mapping[str, Any]]:
     """Return the figures over all prompt sets."""
     sets = list(dict.fromkeys(row["prompts"] for row in rows))
     return [row for row in rows if row["prompts"] == (ALL if ALL in sets else sets[-1])]
+
+
+def _drafting(rows: Summaries) -> list[Mapping[str, Any]]:
+    """Return the figures over all prompt sets, with the fewest rows, of methods that draft."""
+    fewest = min(row["rows"] for row in rows)
+    return [row for row in _overall(rows) if row["rows"] == fewest and row["accept_rates"]]
 
 
 def _figure(lines: int, columns: int, *, width: float, height: float) -> Figure:
@@ -115,16 +127,17 @@ def write_report(folder: Path, heads: Sequence[Path]) -> list[str]:
     results = _read(folder / RESULTS)
     rows, raw = results["rows"], results["raw"]
     drawn: dict[str, Callable[[], tuple[Figure, Numbers]]] = {"speedup": lambda: speedups(rows)}
-    if any(row["accept_rates"] for row in rows):
+    if _drafting(rows):
         drawn["acceptance"] = lambda: acceptance(rows)
     drawn["gaps"] = lambda: gaps(raw)
     if len({row["rows"] for row in rows}) > 1:
         drawn["throughput"] = lambda: throughput(rows)
+    names: Counter[str] = Counter()
     for head in heads:
-        for number, (device, content) in enumerate(_plans(head).items()):
-            plan = Plan.read(content)
-            name = f"costs-{head.resolve().parent.name}" + (f"-{number + 1}" if number else "")
-            drawn[name] = _titled(plan, device)
+        name = "-".join(["costs", *head.resolve().parts[1:][-2:]])
+        for device, plan in _plans(head).items():
+            names[name] += 1
+            drawn[name if names[name] == 1 else f"{name}-{names[name]}"] = _titled(plan, device)
     numbers: Numbers = {"command": results.get("command"), "machine": results.get("machine")}
     check_writable(folder / "report.json")
     for name, draw in drawn.items():
@@ -143,10 +156,13 @@ def _titled(plan: Plan, device: str) -> Callable[[], tuple[Figure, Numbers]]:
     return draw
 
 
-def _plans(head: Path) -> dict[str, Any]:
-    plans = read_plans(head)
+def _plans(head: Path) -> dict[str, Plan]:
+    """Return a head's plans in the present format."""
+    plans = {key: Plan.read(plan) for key, plan in read_plans(head).items() if plan.get("format") == FORMAT}
     if not plans:
-        raise ValueError(f"{head} holds no {TUNED}; run `python -m decode.tune TARGET --head {head} …` first")
+        raise ValueError(
+            f"{head} holds no {TUNED} of this version; run `python -m decode.tune TARGET --head {head} …` first"
+        )
     return plans
 
 
@@ -157,6 +173,8 @@ def _read(path: Path) -> dict[str, Any]:
         needed = {"method", "temperature", "rows", "prompts", "speedup", "accept_rates", "tokens_per_second"}
         if not rows or not raw or not all(needed <= set(row) for row in rows):
             raise KeyError(*sorted(needed))
+        if not all("bursts" in text for result in raw for answer in result["answers"] for text in answer["by_row"]):
+            raise KeyError("bursts")
     except FileNotFoundError:
         raise ValueError(
             f"{path} is not there; give the folder that `python -m decode.bench … --out DIR` wrote"

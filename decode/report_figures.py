@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 
+from decode.chart import show_as_text
 from decode.costs import VerifyCosts
 from decode.tune_tables import name_way
 from decode.tuned import Choice, Plan
@@ -17,6 +18,12 @@ from decode.tuned import Choice, Plan
 Numbers = dict[str, Any]
 Bursts = Sequence[Sequence[tuple[float, int]]]
 """For each text, seconds and new tokens of every step."""
+
+
+def _legend(axes: Axes, size: str = "small") -> None:
+    """Name what was drawn, if anything was; `$` in names begins no formula."""
+    if axes.get_legend_handles_labels()[0]:
+        show_as_text(axes.legend(frameon=False, fontsize=size))
 
 
 def draw_costs(axes: Axes, plan: Plan) -> Numbers:
@@ -38,7 +45,7 @@ def draw_costs(axes: Axes, plan: Plan) -> Numbers:
     axes.set(
         xlabel="nodes of each row's tree", ylabel="time of a target pass (one node = 1)", xscale="log", yscale="log"
     )
-    axes.legend(frameon=False, fontsize="small")
+    _legend(axes)
     return numbers
 
 
@@ -66,7 +73,7 @@ def draw_speedups(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> Numbers:
     numbers: Numbers = {}
     for number, method in enumerate(methods):
         found = {row["prompts"]: row["speedup"] for row in rows if row["method"] == method}
-        values, lows, highs = zip(*(_parts(found[name]) for name in sets), strict=True)
+        values, lows, highs = zip(*(found[name] for name in sets), strict=True)
         places = [group + (number - (len(methods) - 1) / 2) * width for group in range(len(sets))]
         below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
         above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
@@ -75,14 +82,8 @@ def draw_speedups(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> Numbers:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(sets)), sets, parse_math=False)
     axes.set_ylabel("speed-up over plain decoding")
-    axes.legend(frameon=False, fontsize="x-small")
+    _legend(axes, "x-small")
     return numbers
-
-
-def _parts(interval: Mapping[str, float] | Sequence[float]) -> tuple[float, float, float]:
-    """Return value, low and high of an interval as JSON has it."""
-    value, low, high = interval.values() if isinstance(interval, Mapping) else interval
-    return value, low, high
 
 
 def draw_acceptance(axes: Axes, rates: Mapping[str, Sequence[float]]) -> Numbers:
@@ -96,27 +97,29 @@ def draw_acceptance(axes: Axes, rates: Mapping[str, Sequence[float]]) -> Numbers
         axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
     deepest = max(map(len, rates.values()), default=1)
     axes.set(xlabel="depth", ylabel="accepted, given the one above", ylim=(0, 1), xticks=range(1, deepest + 1))
-    axes.legend(frameon=False, fontsize="small")
+    _legend(axes)
     return {name: list(values) for name, values in rates.items()}
 
 
 def draw_throughput(axes: Axes, rates: Mapping[str, Mapping[int, float]]) -> Numbers:
-    """Draw tokens per second against the rows of a batch, over those of plain decoding of one row.
+    """Draw tokens per second against the rows of a batch, over those of plain decoding with the fewest rows.
 
     Args:
         axes: Where.
         rates: Tokens per second by method and rows; "plain" must be there.
     """
-    unit = rates["plain"][min(rates["plain"])]
+    fewest = min(rates["plain"])
+    unit = rates["plain"][fewest]
     numbers = {name: {rows: rate / unit for rows, rate in sorted(by_rows.items())} for name, by_rows in rates.items()}
     for name, by_rows in numbers.items():
         colour = "black" if name == "plain" else None
         axes.plot(list(by_rows), list(by_rows.values()), marker="o", label=name, color=colour)
     rows = sorted(rates["plain"])
-    axes.set(xlabel="rows of the batch", ylabel="tokens per second (plain, one row = 1)", xscale="log")
+    unit_name = "one row" if fewest == 1 else f"{fewest} rows"
+    axes.set(xlabel="rows of the batch", ylabel=f"tokens per second (plain, {unit_name} = 1)", xscale="log")
     axes.set_xticks(rows, list(map(str, rows)))
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize="small")
+    _legend(axes)
     return numbers
 
 
@@ -140,12 +143,13 @@ def draw_gaps(gaps_axes: Axes, bursts_axes: Axes, bursts: Mapping[str, Bursts]) 
             continue
         shown = [1e3 * min(gap, longest) for gap in found]
         shares = [1 / len(shown)] * len(shown)
-        gaps_axes.hist(shown, bins=60, weights=shares, histtype="step", label=name, color=colours[number % 10])
+        look: dict[str, Any] = {"label": name, "color": colours[number % 10]}
+        gaps_axes.hist(shown, bins=60, range=(0.0, 1e3 * longest), weights=shares, histtype="step", **look)
         sizes = Counter(size for text in bursts[name] for _, size in text)
         total = sum(sizes.values())
         places = [size + (number - (len(bursts) - 1) / 2) * width for size in sorted(sizes)]
         heights = [sizes[size] / total for size in sorted(sizes)]
-        bursts_axes.bar(places, heights, width, label=name, color=colours[number % 10])
+        bursts_axes.bar(places, heights, width, **look)
         numbers[name] = {
             "no gap": sum(gap == 0 for gap in found) / len(found),
             "mean ms": 1e3 * statistics.fmean(found),
@@ -154,7 +158,7 @@ def draw_gaps(gaps_axes: Axes, bursts_axes: Axes, bursts: Mapping[str, Bursts]) 
         }
     gaps_axes.set(xlabel="ms since the token before", ylabel="share of tokens", yscale="log")
     bursts_axes.set(xlabel="tokens that arrive at once", ylabel="share of steps")
-    gaps_axes.legend(frameon=False, fontsize="small")
+    _legend(gaps_axes)
     return numbers
 
 

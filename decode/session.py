@@ -54,7 +54,9 @@ class Session:
     def __init__(self, target: Target, rows: int, capacity: int, feature_layers: Sequence[int] = ()) -> None:
         self._target = target
         self.feature_layers = feature_layers
-        self._pads = target.packed is not None and target.packed.has_products
+        self._pads = (
+            target.packed is not None and target.packed.has_products and len(target.packed) > 1
+        )  # the layers too
         self.cache = TreeCache(rows, capacity + (FEW_ROWS - 1 if self._pads else 0))
 
     @property

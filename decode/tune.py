@@ -16,22 +16,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decode.choose import Search, ladder
+from decode.choose import CHAINS, Search, ladder
 from decode.costs import CONTEXT, NODES, ROWS, VerifyCosts, measure_costs
 from decode.draft_model import DraftModel
-from decode.intervals import Interval, ratio_interval, speedup_interval
+from decode.formulas import break_even
+from decode.grow import Chain
+from decode.intervals import Interval, ratio_interval
 from decode.machine import machine
-from decode.measure import Answer, measure
-from decode.methods import check_proposers, our_runs
+from decode.methods import check_proposers
 from decode.prompts import read_prompts, to_token_ids, token_limits
-from decode.propose import Drafting, Drafts, Proposer
+from decode.propose import Drafting, Drafts
 from decode.ranks import acceptance, rank_texts
 from decode.replay import write_texts
-from decode.results import Stats
 from decode.sampling import Sampling
 from decode.support import UnsupportedTargetError
 from decode.target import Target
-from decode.tune_tables import tables
+from decode.tune_check import check
+from decode.tune_tables import checked_table, tables
 from decode.tuned import Choice, Plan, TunedArm, plan_key, write_plan
 from heads import load_head
 from heads.checkpoint import TUNED
@@ -89,14 +90,10 @@ def tune(target: Target, drafts: Drafts, prompts: Sequence[list[int]], settings:
         made["by_temperature"][f"{temperature:g}"] = {
             "acceptance": acceptance(ranked),
             "accept_rate": rate._asdict(),
+            "chains": _chains(search, costs),
             "texts": len(texts),
         }
-    plan = _plan(searches, costs, settings, made)
-    for temperature in settings.temperatures:
-        found = made["by_temperature"][f"{temperature:g}"]
-        if settings.checked:
-            found["checked"] = _check(target, drafts, prompts, plan, temperature, settings)
-    return plan
+    return _plan(searches, costs, settings, made)
 
 
 def _chain_rate(search: Search) -> Interval:
@@ -104,6 +101,19 @@ def _chain_rate(search: Search) -> Interval:
     chains = [m for m in search.found.values() if not isinstance(m.way, Mapping) and all(set(p) == {0} for p in m.way)]
     stats = max(chains, key=lambda measured: len(measured.way)).replayed.by_text
     return ratio_interval([sum(s.accepted) for s in stats], [sum(s.offered) for s in stats])
+
+
+def _chains(search: Search, costs: VerifyCosts) -> dict[str, float | None]:
+    """Return for each length of chain the acceptance rate from which it pays for one row; None for none."""
+    rates = {}
+    for length in range(1, CHAINS + 1):
+        found = search.found.get(json.dumps([list(path) for path in Chain(length).paths]))
+        if found is not None:
+            overhead = found.step_seconds(costs, 1) / found.plain_seconds(costs, 1) - costs.relative(1, length + 1)
+            rates[str(length)] = break_even(
+                length, draft_cost=0.0, verify_cost=lambda nodes: costs.relative(1, nodes), overhead=max(0.0, overhead)
+            )
+    return rates
 
 
 def _plan(searches: Mapping[float, Search], costs: VerifyCosts, settings: Settings, made: Mapping[str, Any]) -> Plan:
@@ -137,49 +147,7 @@ def _plan(searches: Mapping[float, Search], costs: VerifyCosts, settings: Settin
                     found.cost(costs, rows),
                 )
             )
-    return Plan(arms, choices, costs.write(), made)
-
-
-def _check(
-    target: Target, drafts: Drafts, prompts: Sequence[list[int]], plan: Plan, temperature: float, settings: Settings
-) -> dict[str, Any]:
-    """Decode some prompts, plainly and as chosen in turn, and return the speed-up beside what the plan says of them."""
-    chosen = plan.fixed(drafts, temperature, 1)
-    if chosen is None:
-        return {}
-    number = min(settings.checked, len(prompts))
-    some = [prompts[i * len(prompts) // number] for i in range(number)]
-    proposers: dict[str, Proposer | None] = {
-        "plain": None,
-        "fixed": chosen,
-        "adaptive": plan.adaptive(drafts, temperature),
-    }
-    answers = []
-    for turn, ids in enumerate(some):
-        sampling = Sampling(temperature=temperature, seed=settings.seed + turn)
-        runs = our_runs(target, proposers, sampling, settings.max_new_tokens)
-        if not turn:
-            for run in runs.values():
-                run(ids)
-        answers.append(measure(target, runs, ids, sampling, turn=turn))
-    columns = {name: _columns([answer[name] for answer in answers]) for name in proposers}
-    stats = Stats.total([answer["fixed"].stats for answer in answers if answer["fixed"].stats is not None])
-    arm = plan.choice(temperature, 1).arm
-    assert arm is not None
-    cost = Plan.arm(plan.arms[arm], temperature).cost(1)
-    return {
-        "prompts": number,
-        "predicted": stats.tokens_per_step / cost,
-        "fixed": speedup_interval(*columns["fixed"], *columns["plain"])._asdict(),
-        "adaptive": speedup_interval(*columns["adaptive"], *columns["plain"])._asdict(),
-        "differences": sum(answer[name].difference is not None for answer in answers for name in proposers),
-    }
-
-
-def _columns(answers: Sequence[Answer]) -> tuple[list[int], list[float]]:
-    """Return tokens and seconds of each answer behind its prefill."""
-    stats = [answer.stats for answer in answers if answer.stats is not None]
-    return [s.tokens - 1 for s in stats], [s.seconds - s.parts["prefill"] for s in stats]
+    return Plan(arms, choices, costs.write(), made=made)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -196,7 +164,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new-tokens", type=int, default=64, help="of each answer (default 64)")
     p.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="to tune for (default 0 1)")
     p.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help=f"batch sizes (default {_words(ROWS)})")
-    p.add_argument("--context", type=int, nargs="+", default=[CONTEXT, 64, 1024], help="tokens before the tree")
+    p.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[CONTEXT, 64, 1024],
+        help="tokens before the tree to measure passes at; the choice is made for those nearest 256",
+    )
     p.add_argument("--most-nodes", type=int, default=64, help="largest tree to try, root included (default 64)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--check", type=int, default=4, metavar="N", help="decode N prompts to check the prediction")
@@ -211,32 +185,41 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command; the exit status is 1 if a text differs from plain decoding's without a near tie."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     try:
         target, drafts, prompts, settings = _load(args)
+        plan = tune(target, drafts, prompts, settings)
     except (ValueError, OSError, UnsupportedTargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        plan = tune(target, drafts, prompts, settings)
-        plan = replace(plan, made={"command": " ".join(["python -m decode.tune", *argv]), **plan.made})
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(tables(plan))
+    plan = replace(plan, made={"command": " ".join(["python -m decode.tune", *argv]), **plan.made})
     folder, key = Path(args.head or args.draft_model), plan_key(target)
-    if args.dry_run:
+    print(tables(plan))
+    if not args.dry_run and not _write(folder, key, plan):
+        return 2
+    if not settings.checked:
         return 0
+    some = [prompts[i * len(prompts) // settings.checked] for i in range(settings.checked)]
+    # behind the writing: what was found is kept, come what may
+    plan = check(target, drafts, some, plan, max_new_tokens=settings.max_new_tokens, seed=settings.seed)
+    print("", checked_table(plan), sep="\n")
+    if not args.dry_run and not _write(folder, key, plan):
+        return 2
+    return 1 if any(found["checked"]["unexcused"] for found in plan.made["by_temperature"].values()) else 0
+
+
+def _write(folder: Path, key: str, plan: Plan) -> bool:
+    """Write the plan and return True; where that fails, print it: measuring took long."""
     try:
         write_plan(folder, key, plan)
     except (OSError, ValueError) as error:
         print(f"error: cannot write the plan ({error}); it follows, for {folder / TUNED}", file=sys.stderr)
         print(json.dumps({key: asdict(plan)}))
-        return 2
+        return False
     print(f"\nwrote the plan for {key} to {folder / TUNED}, where `generate` and `python -m decode` find it")
-    return 0
+    return True
 
 
 def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Settings]:
@@ -247,6 +230,11 @@ def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Se
     for name in ("rows", "context"):
         if min(vars(args)[name]) < 1:
             raise ValueError(f"--{name} takes numbers of at least 1, got {vars(args)[name]}")
+    if args.draft_model is not None and not args.dry_run and not Path(args.draft_model).is_dir():
+        raise ValueError(
+            f"{args.draft_model} is no folder, so no plan can be kept in it; download it and give the folder, or add "
+            "--dry-run"
+        )
     for temperature in args.temperature:
         Sampling(temperature=temperature)
     texts = read_prompts(args.prompts, limit=args.num)
@@ -267,7 +255,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Se
         most_nodes=args.most_nodes,
         contexts=args.context,
         seed=args.seed,
-        checked=args.check,
+        checked=min(args.check, len(prompts)),
     )
     return target, drafts, prompts, settings
 

@@ -16,7 +16,7 @@ def tables(plan: Plan) -> str:
     parts += ["## Guesses: share of the target's tokens by rank, given that those above were among the best 4"]
     parts += [_acceptance(plan), _rates(plan)]
     parts += ["## The fastest way, as predicted", _choices(plan)]
-    return "\n\n".join([*parts, *_checked(plan)])
+    return "\n\n".join(parts)
 
 
 def _costs(costs: VerifyCosts) -> str:
@@ -47,9 +47,14 @@ def _rates(plan: Plan) -> str:
         rate = found["accept_rate"]
         lines.append(
             f"T={temperature}: a chain's drafts are accepted at a rate of {rate['value']:.2f} "
-            f"[{rate['low']:.2f}, {rate['high']:.2f}] ({found['texts']} texts)"
+            f"[{rate['low']:.2f}, {rate['high']:.2f}] ({found['texts']} texts); chains of {_pays(found['chains'])}"
         )
     return "\n".join(lines)
+
+
+def _pays(chains: Mapping[str, float | None]) -> str:
+    """Say from which rate each length of chain pays."""
+    return ", ".join(f"{n} never pay" if r is None else f"{n} pay from {r:.2f} on" for n, r in chains.items())
 
 
 def _choices(plan: Plan) -> str:
@@ -61,7 +66,7 @@ def _choices(plan: Plan) -> str:
                 "rows": choice.rows,
                 "draft": _name(plan, choice),
                 "tokens per step": f"{choice.tokens_per_step:.2f}",
-                "needed to pay": f"{choice.break_even:.2f}",
+                "needed to pay": f"{choice.needed:.2f}",
                 "speed-up": f"{choice.speedup:.2f}",
             }
         )
@@ -83,17 +88,17 @@ def name_way(way: Sequence[Sequence[int]] | Mapping[str, float]) -> str:
     return f"chain of {len(way)}" if chain else f"static tree of {len(way) + 1}"
 
 
-def _checked(plan: Plan) -> list[str]:
+def checked_table(plan: Plan) -> str:
+    """Return the predictions beside what decoding gave, as Markdown."""
     table: list[Mapping[str, object]] = []
     for temperature, found in plan.made["by_temperature"].items():
-        if found.get("checked"):
-            checked = found["checked"]
-            table.append(
-                {"T": temperature, "prompts": checked["prompts"], "predicted": f"{checked['predicted']:.2f}"}
-                | {name: _interval(checked[name]) for name in ("fixed", "adaptive")}
-                | {"texts that differ": checked["differences"]}
-            )
-    return ["## Prediction and real decoding, one row: speed-up behind the prefill", markdown(table)] if table else []
+        checked = found["checked"]
+        table.append(
+            {"T": temperature, "prompts": checked["prompts"], "predicted": f"{checked['predicted']:.2f}"}
+            | {name: _interval(checked[name]) for name in ("fixed", "adaptive")}
+            | {"texts that differ": f"{checked['differences']}, {checked['unexcused']} without a near tie"}
+        )
+    return "## Prediction and real decoding, one row: speed-up behind the prefill\n\n" + markdown(table)
 
 
 def _interval(found: Mapping[str, float]) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 
 from decode.adaptive import Adaptive, Arm
 from decode.costs import VerifyCosts
-from decode.machine import device_name
+from decode.machine import machine
 from decode.propose import Drafting, Drafts, to_grow
 from decode.target import Target
 from heads.checkpoint import TUNED, read_plans
 from heads.files import write_atomically
+
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Choice:
     tokens_per_step: float
     speedup: float
     """Predicted time of plain decoding over that with the choice."""
-    break_even: float
-    """Tokens per step from which the best arm would pay."""
+    needed: float
+    """Tokens per step from which the best arm pays."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Plan:
     choices: Sequence[Choice]
     costs: Sequence[Mapping[str, Any]]
     """Of target passes; see `VerifyCosts.read`."""
+    format: int = FORMAT
     made: Mapping[str, Any] = field(default_factory=dict)
     """By which command, on which prompts, with which versions; acceptance by depth and rank."""
 
@@ -67,7 +70,7 @@ class Plan:
         try:
             arms = [TunedArm(**arm) for arm in content["arms"]]
             choices = [Choice(**choice) for choice in content["choices"]]
-            plan = cls(arms, choices, content["costs"], dict(content["made"]))
+            plan = cls(arms, choices, content["costs"], content["format"], dict(content["made"]))
             VerifyCosts.read(plan.costs)
             for arm in arms:
                 for temperature in ("0", *arm.reach):
@@ -141,19 +144,19 @@ def _check_choices(choices: Sequence[Choice], arms: int) -> None:
 
 
 def plan_key(target: Target) -> str:
-    """Return the name of a device and a precision."""
-    return f"{device_name(target)}, {str(target.dtype).removeprefix('torch.')}"
+    """Return the name of what a plan is for: device, precision, how layers are computed, and the target."""
+    place = machine(target)
+    return f"{place['device']}, {place['dtype']}, layers {place['layers']}, target {target.fingerprint}"
 
 
 def find_plan(tuned: Mapping[str, Any], target: Target) -> Plan | None:
-    """Return the plan for a target, its device and its precision among those of a folder, or None.
+    """Return the plan for a target as it is here among those of a folder; None if there is none in the present format.
 
     Raises:
         ValueError: If there is one and it is damaged.
     """
-    content = tuned.get(plan_key(target)) if tuned else None
-    plan = None if content is None else Plan.read(content)
-    return plan if plan is not None and plan.made.get("target") == target.fingerprint else None
+    content = tuned.get(plan_key(target), {}) if tuned else {}
+    return Plan.read(content) if content.get("format") == FORMAT else None
 
 
 def write_plan(folder: Path, key: str, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from decode import Sampling, Target, generate
+from decode import Sampling, Target, bench, generate
 from decode.bench import main
 from decode.costs import measure_costs
 from decode.tuned import Choice, Plan, TunedArm, plan_key, write_plan
@@ -27,7 +27,7 @@ def tune(folder, target):
     arms = [TunedArm([[0], [1]], costs, {"0": [0.9], "1": [0.9]})]
     choices = [Choice(t, rows, None if (t, rows) == (0.0, 2) else 0, 1.5, 1.2, 1.1) for t, rows in SETTINGS]
     points = measure_costs(target, nodes=[2], repeats=1).write()
-    write_plan(folder, plan_key(target), Plan(arms, choices, points, {"target": target.fingerprint}))
+    write_plan(folder, plan_key(target), Plan(arms, choices, points, made={"target": target.fingerprint}))
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +258,18 @@ def test_heads_of_another_target_and_heads_given_twice_are_refused(bench_files, 
     assert "has other weights" in capsys.readouterr().err
     assert main(bench_files.command(heads=["a", "a"])) == 2
     assert "a head is given twice" in capsys.readouterr().err
+
+
+def test_results_are_printed_before_they_are_written_and_drawn(bench_files, tmp_path, monkeypatch, capsys):
+    def fail(rows, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench, "save_chart", fail)
+    assert main(bench_files.command("--methods", "plain", "--out", tmp_path, heads=[], new_tokens=2)) == 2
+    out, error = capsys.readouterr()
+    assert out.startswith("## All 3 prompts")
+    assert "wrote" not in out
+    assert f"cannot write to {tmp_path}" in error
 
 
 def test_the_old_command_says_how_to_call_the_new_one(bench_files, tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode import Drafting, DynamicTree, Sampling, Stats, VerifyCosts, choose
-from decode.choose import LADDERS, LONGEST_CHAIN, SHORT, Measured, Search, ladder
+from decode.choose import CHAINS, LADDERS, SHORT, Measured, Search, ladder
 from decode.costs import Cost
 from decode.formulas import expected_tokens_by_depth
 from decode.propose import to_grow
@@ -56,7 +56,8 @@ def fake_replay(monkeypatch, value) -> list[tuple[str, int]]:
         assert isinstance(proposer, Drafting)
         calls.append((repr(proposer.grow), rows))
         assert list(texts) == (TEXTS if rows > 1 else TEXTS[:SHORT])
-        return Replayed(steps(value(proposer.grow)), [], [[1] * rows], 0.001 * rows, 0.0)
+        stats = steps(value(proposer.grow))
+        return Replayed(stats, [stats], [[1] * rows], 0.001 * rows, 0.0001 * rows)
 
     monkeypatch.setattr(choose, "replay", replayed)
     return calls
@@ -122,7 +123,7 @@ def test_limits_are_kept(monkeypatch, most_nodes, depth, columns, few):
     assert all(grow.max_nodes <= most_nodes for grow in grows)
     static = {json.dumps(m.way) for m in found.found.values() if isinstance(m.way, list)}
     chains = [json.dumps([[0] * (d + 1) for d in range(n)]) for n in range(1, 9)]
-    allowed = min(depth, most_nodes - 1, LONGEST_CHAIN)
+    allowed = min(depth, most_nodes - 1, CHAINS)
     assert static >= set(chains[:allowed])
     ranked = guesses(min(depth, 6), columns)
     sizes = [size for size in choose.STATIC_SIZES if size <= most_nodes]
@@ -146,44 +147,77 @@ def test_a_head_that_drafts_one_token_can_be_tuned(small_target):
 
 
 def test_one_text_is_measured_alone(monkeypatch):
-    results = [Replayed(steps(1.5), [], [[1]], seconds, 0.0) for seconds in (9.0, 0.5)]
+    results = [Replayed(steps(1.5), [], [[1]], seconds, seconds / 2) for seconds in (9.0, 0.5)]
     monkeypatch.setattr(choose, "replay", lambda *args, **options: results.pop())
     found = Search(None, Drafts(2, 8), TEXTS[:1], Sampling(), FLAT)
     assert found.measure([[0]]).draft_seconds == {1: 0.5}
+    assert found.measure([[0]]).other_seconds == {1: 0.25}
     assert len(results) == 1
+
+
+def test_drafting_and_the_loop_are_timed_for_batches_and_for_single_rows(monkeypatch):
+    fake_replay(monkeypatch, lambda grow: 2.0)
+    measured = Search(None, Drafts(2, 8), TEXTS, Sampling(), FLAT).measure([[0]])
+    assert measured.draft_seconds == {1: 0.001, 16: 0.016}
+    assert measured.other_seconds == {1: 0.0001, 16: 0.0016}
 
 
 COSTS = VerifyCosts(
     [Cost(rows, 256, nodes, rows + 0.1 * rows * (nodes - 1), 0.0, 0.0) for rows in (1, 3) for nodes in (1, 11)]
 )
 """rows + 0.1 for every further node of every row."""
+TEXTS_OF_THREE = [Stats(steps=steps, tokens=tokens) for steps, tokens in ((3, 8), (2, 4), (1, 3))]
 MEASURED = Measured(
     [[0]],
-    Replayed(Stats(rows=3, steps=6, tokens=15, accepted=[4, 2]), [], [[3, 5, 2], [4, 4], [7]], 0.6, 0.1),
+    Replayed(Stats(rows=3, steps=6, tokens=15, accepted=[4, 2]), TEXTS_OF_THREE, [[3, 5, 2], [4, 4], [7]], 9.0, 9.0),
     {1: 0.2, 3: 0.6},
+    {1: 0.1, 3: 0.5},
 )
 
 
 @pytest.mark.parametrize(
-    ("rows", "nodes", "draft", "verify", "plain"),
+    ("rows", "nodes", "draft", "verify", "plain", "other"),
     [
-        (1, [3, 5, 2, 4, 4, 7], 0.2, 1 + 0.1 * 19 / 6, 1.0),
-        (2, [5, 2, 4, 7], 0.4, 2 + 0.2 * 14 / 4, 2.0),
-        (3, [5, 4, 7], 0.6, 3 + 0.3 * 13 / 3, 3.0),
-        (4, [5, 4, 7], 0.8, 4 + 0.4 * 13 / 3, 4.0),
+        (1, [3, 5, 2, 4, 4, 7], 0.2, 1 + 0.1 * 19 / 6, 1.0, 0.1),
+        (2, [5, 2, 4, 7], 0.4, 2 + 0.2 * 14 / 4, 2.0, 0.3),
+        (3, [5, 4, 7], 0.6, 3 + 0.3 * 13 / 3, 3.0, 0.5),
+        (4, [5, 4, 7], 0.8, 4 + 0.4 * 13 / 3, 4.0, 0.7),
     ],
 )
-def test_predictions_are_sums_of_what_was_measured(rows, nodes, draft, verify, plain):
+def test_predictions_are_sums_of_what_was_measured(rows, nodes, draft, verify, plain, other):
     assert MEASURED.nodes(rows) == nodes
-    assert MEASURED.step_seconds(COSTS, rows) == pytest.approx(draft + verify + 0.1)
-    assert MEASURED.cost(COSTS, rows) == pytest.approx((draft + verify + 0.1) / (plain + 0.1))
+    assert MEASURED.step_seconds(COSTS, rows) == pytest.approx(draft + verify + other)
+    assert MEASURED.plain_seconds(COSTS, rows) == pytest.approx(plain + other)
     assert MEASURED.tokens_per_step == 2.0
-    assert MEASURED.speedup(COSTS, rows) == pytest.approx(2.0 * (plain + 0.1) / (draft + verify + 0.1))
     assert MEASURED.reach == (4 / 6, 2 / 6)
 
 
+def step_by_step(lengths: list[int], seconds) -> float:
+    """The time of a batch whose rows take so many steps each."""
+    return sum(seconds(COSTS, sum(length > step for length in lengths)) for step in range(max(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batches"), [(1, ((0,), (1,), (2,))), (2, ((0, 1),)), (3, ((0, 1, 2),)), (5, ((0, 1, 2, 0, 1),))]
+)
+def test_batches_go_on_until_their_last_text_ends(rows, batches):
+    plain, drafted = (
+        sum(step_by_step([lengths[i] for i in batch], seconds) for batch in batches)
+        for lengths, seconds in (((7, 3, 2), MEASURED.plain_seconds), ((3, 2, 1), MEASURED.step_seconds))
+    )
+    assert MEASURED.speedup(COSTS, rows) == pytest.approx(plain / drafted)
+    assert MEASURED.cost(COSTS, rows) == pytest.approx(2.0 * drafted / plain)
+
+
+def test_a_text_without_accepted_drafts_eats_up_the_gain_of_its_batch():
+    texts = [Stats(steps=2, tokens=11), Stats(steps=10, tokens=11)]
+    measured = Measured([[0]], Replayed(Stats.total(texts), texts, [[1]], 0.0, 0.0), {1: 0.0}, {1: 0.0})
+    assert measured.speedup(FLAT, 1) == pytest.approx(20 / 12)
+    assert measured.speedup(FLAT, 2) == pytest.approx(10 / 10)
+
+
 def test_what_took_no_step_gains_nothing():
-    nothing = Measured([[0]], Replayed(Stats(), [], [], 0.0, 0.0), {1: 0.0})
+    nothing = Measured([[0]], Replayed(Stats(), [], [], 0.0, 0.0), {1: 0.0}, {1: 0.0})
     assert (nothing.reach, nothing.nodes(2), nothing.tokens_per_step) == ((), [], 1.0)
     assert nothing.speedup(COSTS, 2) == 1
 
@@ -197,8 +231,10 @@ def filled(seed: int) -> Search:
         tokens = 1 + sum(falling) / 10**6
         sizes = [[chance.randint(1, 3 * number + 1) for _ in range(4)] for _ in range(5)]
         way = {"depth": 6, "width": 2, "size": number + 1}
-        replayed = Replayed(steps(tokens, falling), [], sizes, 0.1, 0.01)
-        found.found[json.dumps(way)] = Measured(way, replayed, {1: chance.random(), 16: 3 * chance.random()})
+        stats = steps(tokens, falling)
+        replayed = Replayed(stats, [stats], sizes, 0.1, 0.01)
+        drafting, loop = {1: chance.random(), 16: 3 * chance.random()}, {1: 0.01, 16: 0.05}
+        found.found[json.dumps(way)] = Measured(way, replayed, drafting, loop)
     return found
 
 

@@ -10,7 +10,7 @@ from decode import bench, comparison
 from decode.bench import main
 from decode.comparison import Comparison
 from decode.comparison_log import ComparisonLog, Key
-from decode.costs import Cost, VerifyCosts
+from decode.costs import CONTEXTS, Cost, VerifyCosts
 from decode.measure import Answer, RowDifference, measure
 from decode.methods import Run, our_runs
 from decode.results import Stats
@@ -71,6 +71,7 @@ def test_a_run_that_continues_looks_up_by_the_costs_of_its_beginning(bench_files
     monkeypatch.setattr(comparison, "Counting", lambda proposer: used.append(proposer) or lookup(proposer))
     assert main(command) == 0
     assert made[0]["rows"] == [2]
+    assert made[0]["contexts"] == CONTEXTS
     assert max(made[0]["nodes"]) >= 33  # as far as it proposes, and the root
     assert [proposer.costs.points for proposer in used] == [COSTS.points]
 

@@ -5,6 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from decode import PromptLookup, Target, UnsupportedTargetError, generate
+from decode.machine import machine
 
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [7, 8, 9, 7, 8]]
 
@@ -48,6 +49,7 @@ def test_gradients_go_through_the_plain_layers(make_tiny_llama, monkeypatch):
         grads.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(*grads)
     assert target.fingerprint == plain.fingerprint  # no weights were given up
+    assert (machine(target)["layers"], machine(plain)["layers"]) == ("compiled", "plain")
 
 
 def test_uncompiled_the_two_functions_are_the_layer(make_tiny_llama, monkeypatch):

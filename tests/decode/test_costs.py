@@ -123,13 +123,14 @@ def test_what_is_no_list_of_costs_is_refused(form):
 
 @pytest.fixture
 def passes(monkeypatch) -> list[tuple[int, int, int]]:
-    """Rows, committed tokens and nodes of each real pass."""
+    """Rows, committed tokens of the longest and nodes of each real pass."""
     seen: list[tuple[int, int, int]] = []
     score = Session.score
 
     def spy(session, trees):
-        assert {len(trees)} == {len(session.lengths)}
-        seen.append((len(trees), *{*session.lengths}, *{tree.shape.size for tree in trees}))
+        context = session.lengths[0]
+        assert session.lengths == [max(1, context - row) for row in range(len(trees))]  # rows differ in length
+        seen.append((len(trees), context, *{tree.shape.size for tree in trees}))
         return score(session, trees)
 
     monkeypatch.setattr(Session, "score", spy)
@@ -149,10 +150,24 @@ def test_all_sizes_that_are_wanted_are_measured_and_no_others(small_target, pass
     assert all(0 < point.low <= point.seconds <= point.high for point in costs.points)
 
 
-def test_passes_over_all_rows_together_are_not_too_large(small_target, passes):
-    costs = measure_costs(small_target, nodes=(64, 100), rows=(1, 3, 300), contexts=(8,), repeats=1)
-    assert sizes(costs) == [(1, 8, 1), (1, 8, 64), (1, 8, 100), (3, 8, 1), (3, 8, 64), (300, 8, 1)]
-    assert all(rows * nodes <= MOST or nodes == 1 for rows, _, nodes in passes)
+def test_passes_over_all_rows_together_are_not_too_large_but_those_of_the_two_smallest_sizes(small_target, passes):
+    costs = measure_costs(small_target, nodes=(4, 64, 100), rows=(1, 3, 300), contexts=(8,), repeats=1)
+    measured = {1: (1, 4, 64, 100), 3: (1, 4, 64), 300: (1, 4)}
+    assert sizes(costs) == [(rows, 8, nodes) for rows, found in measured.items() for nodes in found]
+    assert all(rows * nodes <= MOST or nodes <= 4 for rows, _, nodes in passes)
+
+
+def test_many_rows_have_a_slope(small_target, monkeypatch):
+    clock = [0.0]
+
+    def score(session, trees):
+        clock[0] += 2.0 + 0.5 * trees[0].shape.size
+        return SimpleNamespace(logits=torch.zeros(1, 1, 3))
+
+    monkeypatch.setattr(Session, "score", score)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    costs = measure_costs(small_target, rows=(200,), contexts=(8,), repeats=1)
+    assert [costs.seconds(200, nodes) for nodes in (1, 2, 8)] == pytest.approx([2.5, 3.0, 6.0])
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def plan_for(target, *, chosen) -> dict:
     costs = {"0": {"1": 0.5}, "1": {"1": 0.5}}
     arms = [TunedArm(way, costs, {"0": [0.9], "1": [0.9]}) for way in ([[0]], [[0], [1]])]
     choices = [Choice(*setting, arm, 1.5, 1.2, 1.1) for setting, arm in chosen.items()]
-    plan = Plan(arms, choices, COSTS.write(), {"target": target.fingerprint})
-    content = {name: vars(plan)[name] for name in ("costs", "made")}
+    plan = Plan(arms, choices, COSTS.write(), made={"target": target.fingerprint})
+    content = {name: vars(plan)[name] for name in ("costs", "format", "made")}
     content |= {"arms": [vars(arm) for arm in arms], "choices": [vars(choice) for choice in choices]}
     return {plan_key(target): content}
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from decode import PromptLookup, Target, generate
 from decode.session import FEW_ROWS, SHORT_CONTEXT
@@ -42,6 +43,15 @@ def test_nothing_is_padded_behind_a_long_context_or_where_nothing_is_packed(targ
     assert score(target, 1, 1, SHORT_CONTEXT + 1)[0].logits.shape[1] == 1
     for other in (Target(make_tiny_llama()), Target(make_tiny_llama(dtype=torch.float32), pack=False)):
         assert score(other, 1, 1, 9)[0].logits.shape[1] == 1
+
+
+def test_a_model_of_which_only_the_lm_head_is_packed_is_not_padded():
+    sizes = {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    other = Target(GPT2LMHeadModel(GPT2Config(**sizes)))
+    assert (len(other.packed), other.packed.has_products) == (1, True)
+    out, session = score(other, 1, 1, 9)
+    assert out.logits.shape[1] == 1
+    assert session.lengths == [10]
 
 
 def test_texts_are_the_unpadded_ones(target, monkeypatch):

@@ -102,7 +102,7 @@ def test_the_command_writes_a_plan_that_generate_uses(folders, name, capsys, beg
     (held,) = drafts.values()
     key = plan_key(target)
     assert list(read_plans(folders / name)) == list(held.tuned) == [key]
-    assert f"wrote the plan for {key} to {folders / name / TUNED}" in printed
+    assert printed.count(f"wrote the plan for {key} to {folders / name / TUNED}") == 2  # before and behind the check
     plan = find_plan(held.tuned, target)
     check_plan(plan, argv)
     check_tables(plan, printed)
@@ -125,14 +125,15 @@ def test_where_passes_cost_the_same_whatever_their_size_the_longest_right_drafts
     for temperature, found in plan.made["by_temperature"].items():
         assert found["accept_rate"] == {"value": 1.0, "low": 1.0, "high": 1.0}
         checked, arm = found["checked"], plan.arms[plan.choice(float(temperature), 1).arm]
-        assert (checked["prompts"], checked["differences"]) == (2, 0)
+        assert (checked["prompts"], checked["differences"], checked["unexcused"]) == (2, 0, 0)
+        assert all(rate is not None and rate < 0.5 for rate in found["chains"].values())  # drafts are nearly free
         assert all(
             checked[way]["low"] <= checked[way]["value"] <= checked[way]["high"] for way in ("fixed", "adaptive")
         )
         assert 2.5 / arm.costs[temperature]["1"] < checked["predicted"] < 4.01 / arm.costs[temperature]["1"]
     header, *table = rows_of(capsys.readouterr().out, "## Prediction and real decoding")
     assert header == ["T", "prompts", "predicted", "fixed", "adaptive", "texts that differ"]
-    assert [(row[0], row[1], row[-1]) for row in table] == [("0", "2", "0"), ("0.8", "2", "0")]
+    assert [(row[0], row[1], row[-1]) for row in table] == [(t, "2", "0, 0 without a near tie") for t in ("0", "0.8")]
     assert {type(proposer) for proposer in begun} == {Adaptive, Drafting}
 
 
@@ -156,8 +157,11 @@ def check_plan(plan: Plan, argv: list[str]) -> None:
         if choice.arm is not None:
             assert speedups[choice.arm] == pytest.approx(max(speedups))
             assert choice.tokens_per_step == pytest.approx(1 + sum(arms[choice.arm].reach))
-            assert choice.break_even == pytest.approx(arms[choice.arm].cost(choice.rows))
-    assert all(found["texts"] == 3 for found in plan.made["by_temperature"].values())
+            assert choice.needed == pytest.approx(arms[choice.arm].cost(choice.rows))
+    for found in plan.made["by_temperature"].values():
+        assert found["texts"] == 3
+        assert list(found["chains"]) == ["1", "2", "3"]
+        assert all(rate is None or 0 <= rate <= 1 for rate in found["chains"].values())
 
 
 def check_tables(plan: Plan, printed: str) -> None:
@@ -168,7 +172,7 @@ def check_tables(plan: Plan, printed: str) -> None:
             f"{c.temperature:g}",
             str(c.rows),
             "nothing" if c.arm is None else name_way(plan.arms[c.arm].way),
-            *(f"{number:.2f}" for number in (c.tokens_per_step, c.break_even, c.speedup)),
+            *(f"{number:.2f}" for number in (c.tokens_per_step, c.needed, c.speedup)),
         ]
         for c in plan.choices
     ]
@@ -182,11 +186,9 @@ def check_tables(plan: Plan, printed: str) -> None:
     shares = [[t, str(depth), *(f"{s:.2f}" for s in row)] for t in "01" for depth, row in enumerate(acceptance[t], 1)]
     assert table == shares
     assert all(f"T={t}: a chain's drafts are accepted at a rate of" in printed for t in "01")
-    checked = {t: found["checked"] for t, found in plan.made["by_temperature"].items() if found["checked"]}
-    assert {t for t in "01" if plan.choice(float(t), 1).arm is not None} == {*checked}
-    if checked:
-        _, *table = rows_of(printed, "## Prediction and real decoding")
-        assert [(row[0], row[1], row[-1]) for row in table] == [(t, "2", "0") for t in checked]
+    assert printed.count("texts); chains of 1 ") == 2
+    _, *table = rows_of(printed, "## Prediction and real decoding")
+    assert [(row[0], row[1], row[-1]) for row in table] == [(t, "2", "0, 0 without a near tie") for t in "01"]
 
 
 def test_a_plan_that_is_only_shown_is_not_written(folders, capsys, flat):
@@ -278,3 +280,13 @@ def test_what_cannot_be_measured_is_an_error(
     assert message in err
     assert not out
     assert not (tmp_path / "model" / TUNED).exists()
+
+
+def test_a_draft_model_that_is_no_folder_keeps_no_plan_and_can_only_be_tried(folders, capsys, monkeypatch, flat):
+    argv = [*arguments(folders, "model", "--temperature", "0", "--check", "0"), "--draft-model", "someone/model"]
+    assert main(argv) == 2
+    assert "error: someone/model is no folder, so no plan can be kept in it; download it" in capsys.readouterr().err
+    load = DraftModel.from_pretrained
+    monkeypatch.setattr(DraftModel, "from_pretrained", lambda name, target: load(folders / name[-5:], target))
+    assert main([*argv, "--dry-run"]) == 0
+    assert "## The fastest way" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 from decode import Chain, Drafting, DraftModel, DynamicTree, Sampling, StaticTree, Target, generate, stream
 from decode import generation as generation_module
 from decode.adaptive import Adaptive
-from decode.tuned import Choice, Plan, TunedArm, find_plan, plan_key, write_plan
+from decode.tuned import FORMAT, Choice, Plan, TunedArm, find_plan, plan_key, write_plan
 from heads import load_head, save_head
 from heads.checkpoint import TUNED, read_plans
 from heads.files import write_atomically
@@ -33,7 +33,7 @@ def make_plan(target: Target, **options) -> Plan:
     point = {"rows": 1, "context": 256, "nodes": 1, "seconds": 0.1, "low": 0.09, "high": 0.12}
     choices = [chosen(0.0, 1, 0), chosen(0.0, 4, 1), chosen(1.0, 1, None), chosen(1.0, 4, 1)]
     made = {"target": target.fingerprint}
-    return replace(Plan([arm(CHAIN), arm(DYNAMIC)], choices, [point, {**point, "nodes": 4}], made), **options)
+    return replace(Plan([arm(CHAIN), arm(DYNAMIC)], choices, [point, {**point, "nodes": 4}], made=made), **options)
 
 
 @pytest.fixture
@@ -89,24 +89,50 @@ def test_a_folder_holds_a_plan_for_each_device_and_a_new_one_replaces_the_old(fo
     assert find_plan(plans, tiny_target).choices == plan.choices[:1]
 
 
-def test_plans_are_for_one_precision_and_one_number_of_threads(make_tiny_llama, tiny_target):
-    single = Target(make_tiny_llama(dtype=torch.float32))
-    assert plan_key(tiny_target).endswith(f", {torch.get_num_threads()} threads, float64")
-    assert plan_key(single) == plan_key(tiny_target).replace("float64", "float32")
+def test_plans_are_for_one_precision_one_number_of_threads_and_one_way_to_compute_layers(make_tiny_llama, tiny_target):
+    single, plain = (Target(make_tiny_llama(dtype=torch.float32), pack=pack) for pack in (True, False))
+    threads = f", {torch.get_num_threads()} threads, "
+    assert plan_key(tiny_target).endswith(f"{threads}float64, layers plain, target {tiny_target.fingerprint}")
+    assert plan_key(plain) == plan_key(tiny_target).replace("float64", "float32")
+    assert plan_key(single) == plan_key(plain).replace("layers plain", "layers packed")
+    assert single.fingerprint == tiny_target.fingerprint
     tuned = {plan_key(tiny_target): asdict(make_plan(single))}
-    assert find_plan(tuned, single) is None
+    assert find_plan(tuned, tiny_target) is not None
+    assert find_plan(tuned, single) is find_plan(tuned, plain) is None
+
+
+@pytest.mark.parametrize("number", [..., 0, 2, "1", None])
+def test_a_plan_of_another_format_is_passed_over(tiny_target, tiny_head, plan, used, number):
+    content = asdict(plan)
+    assert content["format"] == FORMAT
+    edit("format", value=number)(content)
+    content["arms"] = "as another version writes them"
+    tiny_head.tuned = {plan_key(tiny_target): content}
+    assert find_plan(tiny_head.tuned, tiny_target) is None
+    generate(tiny_target, PROMPT, head=tiny_head, max_new_tokens=2)
+    assert used[-1] == Drafting.of(tiny_head)
 
 
 def test_a_plan_made_for_another_target_is_not_used(tiny_target, make_tiny_llama, plan, used):
     tuned = {plan_key(tiny_target): asdict(plan)}
     other = Target(make_tiny_llama(seed=3))
-    assert plan_key(other) == plan_key(tiny_target)
     assert find_plan(tuned, other) is None
     for target, expected in ((tiny_target, Adaptive), (other, Drafting)):
         model = DraftModel(Target(make_tiny_llama(seed=5)), target, tuned=tuned)
         generate(target, PROMPT, draft_model=model, max_new_tokens=3)
         assert type(used[-1]) is expected
     assert used[-1].grow == Chain(4)
+
+
+def test_two_targets_share_the_folder_of_a_draft_model(tiny_target, make_tiny_llama, plan, tmp_path):
+    other = Target(make_tiny_llama(seed=3))
+    theirs = replace(make_plan(other), choices=[chosen(0.0, 1, 1)])
+    for target, made in ((tiny_target, plan), (other, theirs), (tiny_target, plan)):
+        write_plan(tmp_path, plan_key(target), made)
+    tuned = read_plans(tmp_path)
+    assert len(tuned) == 2
+    assert find_plan(tuned, tiny_target).choices == plan.choices
+    assert find_plan(tuned, other).choices == theirs.choices
 
 
 def test_a_head_that_is_saved_anew_has_no_plan(folder, tiny_target, tiny_head, plan):

@@ -16,6 +16,7 @@ from decode import (
     generate,
     stream,
 )
+from decode.adaptive import Adaptive, Arm
 from decode.session import Session
 
 GOOD = [5, 6, 7]
@@ -48,6 +49,7 @@ BAD = {
     "block on a head's tree": ({"accept": "block", "head": "HEAD", "grow": TREE}, CHAINS),
     "block on the head's own tree": ({"accept": "block", "head": "TREE HEAD"}, CHAINS),
     "block on a drafting's tree": ({"accept": Block(), "proposer": "DRAFTING"}, CHAINS),
+    "block on one of a controller's trees": ({"accept": "block", "proposer": "ADAPTIVE"}, CHAINS),
     "block and a processor": ({"accept": "block", "sampling": Sampling(processors=[Nothing()])}, f"Block {STATE}"),
     "typical and a processor": (
         {"accept": "typical", "sampling": Sampling(processors=[Nothing()])},
@@ -78,6 +80,7 @@ def test_what_does_not_go_together_is_refused_before_any_pass(tiny_target, tiny_
     tree_head = type(tiny_head)(tiny_head.config, tiny_target)
     tree_head.tree = [[0], [1], [0, 0]]
     made = {"HEAD": tiny_head, "TREE HEAD": tree_head, "DRAFT": draft, "DRAFTING": Drafting(draft, TREE)}
+    made["ADAPTIVE"] = Adaptive(draft, (Arm(Chain(2), {1: 1.1}, (0.5,)), Arm(TREE, {1: 1.2}, (0.6,))))
     arguments = {key: made.get(value, value) if isinstance(value, str) else value for key, value in arguments.items()}
     with pytest.raises(ValueError, match=message):
         verb(tiny_target, GOOD, **arguments)
@@ -110,7 +113,8 @@ def test_a_rule_works_with_every_source_of_chains_and_with_penalties(tiny_target
     """At temperature 0 the text is that of plain decoding; parameters without a state are no hindrance."""
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.5, bad_words_ids=[[7]])
     plain = generate(tiny_target, GOOD, sampling=sampling, max_new_tokens=10, eos_ids=())
-    for source in ({}, {"head": tiny_head}, {"draft_model": draft}, {"proposer": PromptLookup()}):
+    chains = Adaptive(tiny_head, (Arm(Chain(1), {1: 0.2}, (0.5,)), Arm(Chain(3), {1: 0.2}, (0.5, 0.1))))
+    for source in ({}, {"head": tiny_head}, {"draft_model": draft}, {"proposer": PromptLookup()}, {"proposer": chains}):
         result = generate(tiny_target, GOOD, accept=accept, sampling=sampling, max_new_tokens=10, eos_ids=(), **source)
         assert result.token_ids == plain.token_ids
 
