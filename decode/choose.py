@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
@@ -155,7 +156,7 @@ class Search:
             start["size"] = min(start["size"], most_nodes)
             self._climb(start, limits, progress)
 
-    def _climb(self, way: dict[str, float], limits: Mapping[str, float], progress: tqdm) -> None:
+    def _climb(self, way: dict[str, float], limits: Mapping[str, float], progress: tqdm[Any]) -> None:
         best = self.measure(way)
         for _ in range(2):
             before = best
@@ -167,7 +168,7 @@ class Search:
             if best is before:
                 break
 
-    def _along(self, best: Measured, name: str, values: Sequence[float], step: int, progress: tqdm) -> Measured:
+    def _along(self, best: Measured, name: str, values: Sequence[float], step: int, progress: tqdm[Any]) -> Measured:
         """Change one setting step by step for as long as that helps."""
         assert isinstance(best.way, Mapping)
         place = values.index(best.way[name]) + step
