@@ -8,8 +8,6 @@ since is packed again. `PackedModules.release` gives the plain weights up, where
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +83,6 @@ class PackedModules:
             if module is not keep:
                 for product in packed.products:
                     product.release()
-        _return_freed_memory()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -154,10 +151,3 @@ class PackedLinear:
         if may_use(self.products, x):
             return self.product.outputs(x)[self.product.linears.index(self._linear)]
         return nn.functional.linear(x, self._linear.weight, self._linear.bias)
-
-
-def _return_freed_memory() -> None:
-    """Let the C library give freed memory back to the system, if it is glibc: packing leaves many holes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
