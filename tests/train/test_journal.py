@@ -1,6 +1,7 @@
 import json
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,7 +52,12 @@ def test_wandb_gets_config_and_metrics_offline(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = launch("--run.tracker=wandb", "--optim.steps=3", "--eval.num_prompts=2")
-    config, history = read_wandb(next(folder.glob("wandb/offline-run-*/run-*.wandb")))
+    written = next(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    deadline = time.monotonic() + 60
+    while not (found := read_wandb(written))[2] and time.monotonic() < deadline:
+        time.sleep(0.1)  # the tracker's own process goes on writing behind the end of the run
+    config, history, ended = found
+    assert ended
     assert config["optim.lr"] == 0.01
     assert config["optim.steps"] == 3
     assert config["head.parameters"] > 0
@@ -66,8 +72,8 @@ def test_wandb_gets_config_and_metrics_offline(
     assert logged[3]["eval/tokens_per_step"] >= 1
 
 
-def read_wandb(path: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Read config and history of an offline run: LevelDB log framing behind a header of 7 bytes."""
+def read_wandb(path: Path) -> tuple[dict[str, object], list[dict[str, object]], bool]:
+    """Read config, history and end of an offline run: LevelDB log framing behind a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     def records() -> Iterator[object]:
@@ -91,11 +97,13 @@ def read_wandb(path: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
 
     config: dict[str, object] = {}
     history = []
+    ended = False
     for record in records():
+        ended |= record.WhichOneof("record_type") == "exit"
         if record.WhichOneof("record_type") == "run":
             config |= values(record.run.config.update)
         elif record.WhichOneof("record_type") == "config":
             config |= values(record.config.update)
         elif record.WhichOneof("record_type") == "history":
             history.append(values(record.history.item))
-    return config, history
+    return config, history, ended
