@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decode.measure import ALL
@@ -50,30 +51,33 @@ def _title(temperature: float, rows: int) -> str:
 
 def acceptance(rows: Summaries) -> tuple[Figure, Numbers]:
     """Draw acceptance per depth, a panel for each temperature, with the fewest rows and for all prompts."""
-    here = _drafting(rows)
-    temperatures = sorted({row["temperature"] for row in here})
-    figure = _figure(1, len(temperatures), width=5.0, height=4.0)
-    numbers: Numbers = {}
-    for axes, temperature in zip(figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True):
-        rates = {row["method"]: row["accept_rates"] for row in here if row["temperature"] == temperature}
-        numbers[f"T={temperature:g}"] = draw_acceptance(axes, rates)
-        axes.set_title(f"T={temperature:g}")
-    return figure, numbers
+
+    def draw(axes: Axes, here: Summaries) -> Numbers:
+        return draw_acceptance(axes, {row["method"]: row["accept_rates"] for row in here})
+
+    return _by_temperature(_drafting(rows), draw)
 
 
 def throughput(rows: Summaries) -> tuple[Figure, Numbers]:
     """Draw tokens per second against the rows of a batch, a panel for each temperature."""
-    overall = _overall(rows)
-    temperatures = sorted({row["temperature"] for row in overall})
+
+    def draw(axes: Axes, here: Summaries) -> Numbers:
+        rates: dict[str, dict[int, float]] = {}
+        for row in here:
+            rates.setdefault(row["method"], {})[row["rows"]] = row["tokens_per_second"]
+        return draw_throughput(axes, rates)
+
+    return _by_temperature([row for row in _overall(rows) if not row["method"].startswith("transformers")], draw)
+
+
+def _by_temperature(rows: Summaries, draw: Callable[[Axes, Summaries], Numbers]) -> tuple[Figure, Numbers]:
+    """Draw a panel for each temperature."""
+    temperatures = sorted({row["temperature"] for row in rows})
     figure = _figure(1, len(temperatures), width=5.0, height=4.0)
     numbers: Numbers = {}
     for axes, temperature in zip(figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True):
-        rates: dict[str, dict[int, float]] = {}
-        for row in overall:
-            if row["temperature"] == temperature and not row["method"].startswith("transformers"):
-                rates.setdefault(row["method"], {})[row["rows"]] = row["tokens_per_second"]
-        numbers[f"T={temperature:g}"] = draw_throughput(axes, rates)
         axes.set_title(f"T={temperature:g}")
+        numbers[f"T={temperature:g}"] = draw(axes, [row for row in rows if row["temperature"] == temperature])
     return figure, numbers
 
 
