@@ -15,7 +15,14 @@ from decode.costs import CONTEXTS, measure_costs
 from decode.generation import DRAFT_LENGTH, RULES, draft_chain, stream
 from decode.grow import Grow, StaticTree
 from decode.lookup import PromptLookup
-from decode.options import TREE_OPTIONS, add_tree_options, dynamic_tree, tree_settings
+from decode.options import (
+    TREE_OPTIONS,
+    add_target_options,
+    add_tree_options,
+    dynamic_tree,
+    load_target,
+    tree_settings,
+)
 from decode.propose import Drafting, Proposer
 from decode.sampling import Sampling
 from decode.support import UnsupportedTargetError
@@ -32,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m decode",
         description="Generate text; drafts change the speed, not the text (unless you choose --accept typical).",
     )
-    p.add_argument("target", help="model folder or hub name")
+    add_target_options(p)
     p.add_argument("prompt", nargs="?", help="the prompt; standard input if left out")
     drafts = p.add_mutually_exclusive_group()
     drafts.add_argument("--head", help="folder of a trained head")
@@ -75,8 +82,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--frequency-penalty", type=float, default=0.0, metavar="C", help="… once for each time")
     p.add_argument("--seed", type=int, help="drawn and shown if left out")
     p.add_argument("--raw", action="store_true", help="no chat template around the prompt")
-    p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
-    p.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
     add_tree_options(p)
     return p
 
@@ -163,7 +168,7 @@ def _run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
-    target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args)
     head = None if args.head is None else load_head(args.head, target)
     pieces = stream(
         target,

@@ -28,8 +28,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from decode.adaptive import Adaptive
 from decode.chart import save_chart
 from decode.comparison import Comparison, theirs_run_at
@@ -40,6 +38,7 @@ from decode.draft_model import DraftModel
 from decode.machine import machine
 from decode.measure import Result, longest, read_sets, to_ids
 from decode.methods import HF, LOOKUP, check_proposers, name_heads, our_ways, select, their_runs
+from decode.options import add_target_options, load_target
 from decode.propose import Drafting, Proposer
 from decode.sampling import Sampling
 from decode.target import Target
@@ -53,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m decode.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("target", help="model folder or hub name")
+    add_target_options(p)
     p.add_argument("--head", nargs="+", default=[], metavar="DIR", help="head folders, all of this target")
     p.add_argument("--draft-model", metavar="DIR", help="small model with the target's tokenizer; drafts chains")
     p.add_argument(
@@ -68,8 +67,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lookup", type=int, metavar="N", help="also prompt lookup that always proposes N tokens")
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device")
     p.add_argument("--out", type=Path, metavar="DIR", help="where results, table and pictures go (default: nowhere)")
     return p
 
@@ -84,7 +81,7 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Comparison, Comparison
     samplings = {t: Sampling(temperature=t, top_p=args.top_p, seed=args.seed) for t in args.temperature}
     files = read_sets(args.prompts, args.num)
     check_writable(folder / "raw.jsonl")
-    target = _load_model("target", args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args, keep_weights=True)  # transformers runs it as it ships, too
     sets = to_ids(target, files, args.max_new_tokens)
     draft_model = None if args.draft_model is None else _load_draft_model(args.draft_model, target)
     loaded = [load_head(name, target) for name in args.head]
@@ -113,16 +110,8 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Comparison, Comparison
     return comparison, log
 
 
-def _load_model(kind: str, name: str, *, dtype: str | torch.dtype, device: str | torch.device | None) -> Target:
-    """Load a model that transformers can run as it ships, too."""
-    try:
-        return Target.from_pretrained(name, dtype=dtype, device=device, keep_weights=True)
-    except OSError as error:  # which need not name the model
-        raise ValueError(f"cannot load the {kind} {name}: {error}") from error
-
-
 def _load_draft_model(folder: str, target: Target) -> DraftModel:
-    model = _load_model("draft model", folder, dtype=target.dtype, device=target.device)
+    model = Target.from_pretrained(folder, dtype=target.dtype, device=target.device, keep_weights=True)
     return DraftModel(model, target, tuned=read_plans(folder))
 
 

@@ -132,7 +132,8 @@ def _share(part: float, whole: float) -> float:
 def tables(rows: Sequence[Summary]) -> str:
     """Return as Markdown, for each number of rows, the overall table, those by prompt set and that of the drafts.
 
-    Then the throughput if there are several numbers of rows, and where the time goes with 1 row.
+    Then the speed-up by rows and temperature, and the throughput, if there are several numbers of rows, and where the
+    time goes with 1 row.
     """
     numbers = list(dict.fromkeys(row.rows for row in rows))
     last = rows[-1].prompts
@@ -140,6 +141,8 @@ def tables(rows: Sequence[Summary]) -> str:
     for number in numbers:
         parts += _tables([row for row in rows if row.rows == number], "" if numbers == [1] else f", rows: {number}")
     overall = [row for row in rows if row.prompts == last]
+    if len(numbers) > 1 and any(row.method != PLAIN for row in rows):
+        parts += ["## Speed-up by rows and temperature", _sweep(rows)]
     if len(numbers) > 1:
         title = f"## Throughput by rows of the batch; plain decoding with {min(numbers)} is 1"
         parts += [title, _throughput(overall)]
@@ -201,6 +204,16 @@ def _drafts(rows: Sequence[Summary]) -> str:
             cells[f"depth {depth + 1}"] = f"{row.accept_rates[depth]:.2f}" if reached else ""
         table.append(cells)
     return markdown(table) if table else ""
+
+
+def _sweep(rows: Sequence[Summary]) -> str:
+    """Return a table with a line for each method, number of rows and prompt set, and a column for each temperature."""
+    lines: dict[tuple[str, int, str], dict[str, object]] = {}
+    for method, mine in _by_method(rows).items():
+        for row in mine:
+            start = {"method": method, "rows": row.rows, "prompts": row.prompts, **dict.fromkeys(map(_at, rows), "")}
+            lines.setdefault((method, row.rows, row.prompts), start)[_at(row)] = _with_interval(row.speedup)
+    return markdown([line for (method, *_), line in lines.items() if method != PLAIN])
 
 
 def _throughput(rows: Sequence[Summary]) -> str:

@@ -5,8 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def load_model(
+    name: str, dtype: str | torch.dtype, device: torch.device, attn: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer from a folder or the hub.
+
+    Raises:
+        ValueError: If the folder is none of a model.
+        OSError: If there is no such model.
+    """
+    check_folder(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn)
+    except OSError as error:  # which need not name the model
+        raise OSError(f"cannot load the model {name}: {error}") from error
+    return model.to(device), tokenizer  # type: ignore[arg-type]
 
 
 def check_folder(name: str) -> None:

@@ -24,9 +24,9 @@ from decode.generation import generate
 from decode.loading import find_device, find_dtype
 from decode.lookup import PromptLookup
 from decode.measure import markdown, write_report
+from decode.options import add_target_options, load_target
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.support import UnsupportedTargetError
-from decode.target import Target
 from heads import load_head
 from heads.files import check_writable
 
@@ -84,7 +84,7 @@ def _theirs(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
 
 
 def _ours(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
-    target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args)
     head = load_head(args.head, target) if args.one == HEAD else None
     proposer = PromptLookup() if args.one == LOOKUP else None
     prompts = json.load(sys.stdin)
@@ -114,6 +114,7 @@ def compare(args: argparse.Namespace, prompts: list[list[int]]) -> list[dict[str
         command += ["--dtype", args.dtype, "--max-new-tokens", str(args.max_new_tokens)]
         command += ["--head", args.head] if args.head else []
         command += ["--device", args.device] if args.device else []
+        command += ["--compile"] if args.compile else []
         done = subprocess.run(command, input=json.dumps(prompts), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{way} failed with exit status {done.returncode}")
@@ -136,13 +137,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m decode.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("target", help="model folder or hub name")
+    add_target_options(p)
     p.add_argument("--head", metavar="DIR", help="head folder")
     p.add_argument("--prompts", help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`")
     p.add_argument("--num", type=int, default=4, help="first prompts of the file (default 4)")
     p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device")
     p.add_argument("--out", type=Path, help="write the table as JSON")
     p.add_argument("--one", choices=[THEIRS, PLAIN, LOOKUP, HEAD], help=argparse.SUPPRESS)
     return p
@@ -160,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.out is not None:
             check_writable(args.out)
         texts = read_prompts(args.prompts, limit=args.num)
-        target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+        target = load_target(args)
         prompts = [to_token_ids(target, text, raw=False) for text in texts]
         token_limits(target, prompts, args.max_new_tokens)
         if args.head is not None:

@@ -76,7 +76,7 @@ def our_runs(
 
 
 def their_runs(target: Target, draft_model: DraftModel | None, max_new_tokens: int) -> dict[str, Run]:
-    """Return transformers' `generate`, greedy and for one row, as it ships and, if there are any, on packed weights.
+    """Return transformers' `generate`, greedy and for one row: as it ships, and on packed or compiled layers.
 
     With drafts: its prompt lookup, and its assisted decoding if there is a draft model.
     """
@@ -86,7 +86,7 @@ def their_runs(target: Target, draft_model: DraftModel | None, max_new_tokens: i
         run = _theirs(target, max_new_tokens, options)
         runs[name] = Run(run, lambda: _as_shipped(target))
         if target.packed:
-            runs[f"{name} (packed weights)"] = Run(run)
+            runs[f"{name} ({'packed weights' if target.packed.has_products else 'compiled layers'})"] = Run(run)
     if draft_model is not None:
         model = draft_model.model
         options = {"assistant_model": model.model}

@@ -1,4 +1,4 @@
-"""Command-line options that ask for a dynamic tree in place of the drafts' own."""
+"""Command-line options that several commands have: those of the target, and of a dynamic tree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from decode.dynamic import DynamicTree
 from decode.grow import Grow
+from decode.target import Target
 
 TREE_OPTIONS = {
     "depth": (int, "N", "deepest draft"),
@@ -16,6 +17,21 @@ TREE_OPTIONS = {
     "size": (int, "N", "most nodes, root included"),
     "confidence": (float, "P", "stop where the drafter gives its path a probability below P (default 0: never)"),
 }
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """Add `target`, `--dtype`, `--device` and `--compile`, for `load_target`."""
+    parser.add_argument("target", help="model folder or hub name")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
+    parser.add_argument("--compile", action="store_true", help="compile the target's decoder layers; for GPUs")
+
+
+def load_target(args: argparse.Namespace, *, keep_weights: bool = False) -> Target:
+    """Load the target that is asked for; see `Target.from_pretrained`, also for errors."""
+    return Target.from_pretrained(
+        args.target, dtype=args.dtype, device=args.device, compile=args.compile, keep_weights=keep_weights
+    )
 
 
 def add_tree_options(parser: argparse.ArgumentParser) -> None:

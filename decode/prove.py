@@ -42,6 +42,7 @@ from decode.grow import Chain, Grow, StaticTree
 from decode.lookup import PromptLookup
 from decode.machine import machine
 from decode.measure import write_report
+from decode.options import add_target_options, load_target
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.proofs import TEMPERATURE, Check, Options, Settings, prove
 from decode.sampling import Sampling
@@ -132,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m decode.prove", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("target", help="model folder or hub name")
+    add_target_options(p)
     drafts = p.add_mutually_exclusive_group(required=True)
     drafts.add_argument("--head", metavar="DIR", help="head folder; its own tree is used")
     drafts.add_argument("--draft-model", metavar="DIR", help="folder or hub name of a draft model")
@@ -162,8 +163,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=1000, help="texts drawn for the law (default 1000)")
     p.add_argument("--alpha", type=float, default=1e-6, help="false-positive rate of the command (default 1e-6)")
     p.add_argument("--seed", type=int, default=0, help="of the first prompt; the others count up (default 0)")
-    p.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
-    p.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
     p.add_argument("--out", type=Path, help="write everything as JSON")
     return p
 
@@ -193,7 +192,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, list[list[int]], Options, S
         alpha=args.alpha,
     )
     prompts = [prompt for name in args.prompts for prompt in read_prompts(name, limit=args.num)]
-    target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args)
     ids = [to_token_ids(target, prompt, raw=False) for prompt in prompts]
     token_limits(target, ids, args.max_new_tokens)
     drafts, name = find_drafts(

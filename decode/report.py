@@ -1,8 +1,8 @@
 """`python -m decode.report DIR [--head HEAD …]`: pictures of what `decode.bench` and `decode.tune` measured.
 
-DIR is the --out of `decode.bench`. It gets speedup.png (speed-up by prompt set, temperature and rows), acceptance.png
-(drafts accepted at each depth), gaps.png (the time between tokens that a client sees, and how many come at once),
-throughput.png (tokens per second against rows, where several were measured), for each head that was tuned
+DIR is the --out of `decode.bench`. It gets speedup.png (speed-up against temperature, by prompt set and rows),
+acceptance.png (drafts accepted at each depth), gaps.png (the time between tokens that a client sees, and how many come
+at once), throughput.png (tokens per second against rows, where several were measured), for each head that was tuned
 costs-NAME.png (what a target pass costs, and the chosen trees on it), and report.json with the numbers in them.
 """
 
@@ -20,7 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decode.measure import ALL
-from decode.report_figures import Numbers, draw_acceptance, draw_costs, draw_gaps, draw_speedups, draw_throughput
+from decode.report_figures import (
+    Numbers,
+    draw_acceptance,
+    draw_costs,
+    draw_gaps,
+    draw_speedups,
+    draw_throughput,
+    name_lines,
+)
 from decode.tuned import FORMAT, Plan
 from heads.checkpoint import TUNED, read_plans
 from heads.files import check_writable
@@ -30,18 +38,14 @@ Summaries = Sequence[Mapping[str, Any]]
 
 
 def speedups(rows: Summaries) -> tuple[Figure, Numbers]:
-    """Draw the speed-up of every method by prompt set, a panel for each temperature and number of rows."""
-    panels = list(dict.fromkeys((row["temperature"], row["rows"]) for row in rows))
-    temperatures, batches = sorted({t for t, _ in panels}), sorted({b for _, b in panels})
-    figure = _figure(len(batches), len(temperatures), width=4.5, height=3.2)
-    grid = figure.subplots(len(batches), len(temperatures), squeeze=False, sharey=True)
+    """Draw the speed-up of every method and number of rows against the temperature, a panel for each prompt set."""
+    sets = list(dict.fromkeys(row["prompts"] for row in rows))
+    figure = _figure(1, len(sets), width=4.0, height=4.5)
     numbers: Numbers = {}
-    for line, batch in zip(grid, batches, strict=True):
-        for axes, temperature in zip(line, temperatures, strict=True):
-            here = [row for row in rows if (row["temperature"], row["rows"]) == (temperature, batch)]
-            title = _title(temperature, batch)
-            numbers[title] = draw_speedups(axes, here)
-            axes.set_title(title)
+    for axes, name in zip(figure.subplots(1, len(sets), squeeze=False, sharey=True)[0], sets, strict=True):
+        axes.set_title(name, parse_math=False)
+        numbers[name] = draw_speedups(axes, [row for row in rows if row["prompts"] == name])
+    name_lines(figure, axes)
     return figure, numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,21 +10,31 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from decode.chart import show_as_text
 from decode.costs import VerifyCosts
+from decode.methods import PLAIN
 from decode.tune_tables import name_way
 from decode.tuned import Choice, Plan
 
 Numbers = dict[str, Any]
 Bursts = Sequence[Sequence[tuple[float, int]]]
 """For each text, seconds and new tokens of every step."""
+MARKS, LINES = "os^Dv<>PX*", ("-", "--", ":", "-.")
 
 
 def _legend(axes: Axes, size: str = "small") -> None:
     """Name what was drawn, if anything was; `$` in names begins no formula."""
     if axes.get_legend_handles_labels()[0]:
         show_as_text(axes.legend(frameon=False, fontsize=size))
+
+
+def name_lines(figure: Figure, axes: Axes) -> None:
+    """Name below the whole figure what one of its panels shows."""
+    if (lines := axes.get_legend_handles_labels())[0]:
+        columns = max(1, int(figure.get_figwidth() / 3))
+        show_as_text(figure.legend(*lines, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"))
 
 
 def draw_costs(axes: Axes, plan: Plan) -> Numbers:
@@ -61,28 +72,41 @@ def _mark(axes: Axes, plan: Plan, choice: Choice, costs: VerifyCosts) -> str:
 
 
 def draw_speedups(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> Numbers:
-    """Draw the speed-up of every method but plain decoding, with intervals, grouped by prompt set.
+    """Draw the speed-up of every method but plain decoding against the temperature, with intervals.
+
+    Lines of one number of rows share a colour, those of one method the marks.
 
     Args:
         axes: Where.
-        rows: Figures of one temperature and number of rows.
+        rows: Figures of one prompt set.
     """
-    methods = [name for name in dict.fromkeys(row["method"] for row in rows) if name != "plain"]
-    sets = list(dict.fromkeys(row["prompts"] for row in rows))
-    width = 0.8 / max(1, len(methods))
+    drawn = [row for row in rows if row["method"] != PLAIN]
+    methods, batches = (list(dict.fromkeys(row[name] for row in drawn)) for name in ("method", "rows"))
+    colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
     numbers: Numbers = {}
-    for number, method in enumerate(methods):
-        found = {row["prompts"]: row["speedup"] for row in rows if row["method"] == method}
-        values, lows, highs = zip(*(found[name] for name in sets), strict=True)
-        places = [group + (number - (len(methods) - 1) / 2) * width for group in range(len(sets))]
+    for place, (method, batch) in enumerate(itertools.product(methods, batches)):
+        mine = [row for row in drawn if (row["method"], row["rows"]) == (method, batch)]
+        if not mine:
+            continue
+        values, lows, highs = zip(*(row["speedup"] for row in mine), strict=True)
         below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
         above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
-        axes.bar(places, values, width, yerr=[below, above], label=method, error_kw={"elinewidth": 0.8})
-        numbers[method] = dict(zip(sets, values, strict=True))
+        name = method if len(batches) == 1 else f"{method}, {batch} {'row' if batch == 1 else 'rows'}"
+        temperatures = [row["temperature"] for row in mine]
+        style = methods.index(method)
+        axes.errorbar(
+            temperatures,
+            values,
+            yerr=[below, above],
+            label=name,
+            color=colours[(place if len(batches) == 1 else batches.index(batch)) % len(colours)],
+            marker=MARKS[style % len(MARKS)],
+            linestyle=LINES[style % len(LINES)],
+            elinewidth=0.8,
+        )
+        numbers[name] = {f"{t:g}": value for t, value in zip(temperatures, values, strict=True)}
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(sets)), sets, parse_math=False)
-    axes.set_ylabel("speed-up over plain decoding")
-    _legend(axes, "x-small")
+    axes.set(xlabel="temperature", ylabel="speed-up over plain decoding")
     return numbers
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.capture import decoder_layers, hidden_states, outputs, side_by_side
 from decode.compiled import compile_model
 from decode.fused import pack_model
-from decode.loading import check_folder, find_device, find_dtype
+from decode.loading import find_device, find_dtype, load_model
 from decode.masks import additive_mask, slot_positions
 from decode.session import Session, TargetOutput
 from decode.support import layer_kinds, probe, refuse_unsupported
@@ -109,11 +109,8 @@ class Target:
             OSError: If there is no such model.
             UnsupportedTargetError: See `Target`.
         """
-        place, precision = find_device(device), find_dtype(dtype)
-        check_folder(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, attn_implementation=attn)
-        return cls(model.to(place), tokenizer, name=name, pack=pack, keep_weights=keep_weights, compile=compile)  # type: ignore[arg-type]
+        model, tokenizer = load_model(name, find_dtype(dtype), find_device(device), attn)
+        return cls(model, tokenizer, name=name, pack=pack, keep_weights=keep_weights, compile=compile)
 
     @property
     def embed(self) -> nn.Module:

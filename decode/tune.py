@@ -24,6 +24,7 @@ from decode.grow import Chain
 from decode.intervals import Interval, ratio_interval
 from decode.machine import machine
 from decode.methods import check_proposers
+from decode.options import add_target_options, load_target
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.propose import Drafting, Drafts
 from decode.ranks import acceptance, rank_texts
@@ -155,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m decode.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("target", help="model folder or hub name")
+    add_target_options(p)
     drafts = p.add_mutually_exclusive_group(required=True)
     drafts.add_argument("--head", metavar="DIR", help="head folder; the plan is written into it")
     drafts.add_argument("--draft-model", metavar="DIR", help="folder of a small model with the target's tokenizer")
@@ -175,8 +176,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--check", type=int, default=4, metavar="N", help="decode N prompts to check the prediction")
     p.add_argument("--dry-run", action="store_true", help="show the plan, but do not write it")
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device")
     return p
 
 
@@ -238,7 +237,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Se
     for temperature in args.temperature:
         Sampling(temperature=temperature)
     texts = read_prompts(args.prompts, limit=args.num)
-    target = Target.from_pretrained(args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args)
     drafts: Drafts
     if args.head is not None:
         drafts = load_head(args.head, target)

@@ -211,7 +211,7 @@ def test_transformers_is_measured_as_shipped_and_packed_at_temperature_0_only(be
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--head", "nowhere"], "nowhere"),
-        (["--draft-model", "nowhere"], "cannot load the draft model nowhere"),
+        (["--draft-model", "nowhere"], "cannot load the model nowhere"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_decoded(bench_files, tmp_path, capsys, extra, message):
@@ -223,7 +223,7 @@ def test_bad_arguments_are_refused_before_anything_is_decoded(bench_files, tmp_p
 
 def test_a_target_that_is_not_there_and_files_that_cannot_be_written_are_refused(bench_files, tmp_path, capsys):
     assert main(["nowhere", *bench_files.command()[1:]]) == 2
-    assert "cannot load the target nowhere" in capsys.readouterr().err
+    assert "cannot load the model nowhere" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(bench_files.command("--out", tmp_path / "file")) == 2
     assert "file" in capsys.readouterr().err

@@ -113,6 +113,21 @@ def test_throughput_is_relative_to_plain_decoding_with_the_fewest_rows(results):
     assert "Throughput" not in tables(summarise(one))
 
 
+def test_the_speed_up_of_every_batch_size_is_shown_against_the_temperature(results):
+    two = [
+        Result("plain", "a", 1.0, 2, [batch_of_two(seconds=8.5, steps=(10, 5))]),
+        Result("head tree 3", "a", 1.0, 2, [batch_of_two(seconds=4.25, steps=(4, 3))]),
+    ]
+    rows = summarise([*results, *two])
+    _, *lines = tables(rows).split("## Speed-up by rows and temperature\n\n")[1].split("\n\n")[0].splitlines()
+    cells = [[cell.strip().split(" [")[0] for cell in line.split("|")[1:-1]] for line in lines[1:]]
+    speedups = {(r.temperature, r.rows, r.prompts): f"{r.speedup.value:.2f}" for r in rows if r.method != "plain"}
+    one = [["head tree 3", "1", name, speedups[0.0, 1, name], speedups[1.0, 1, name]] for name in ("a", "b", "all")]
+    assert cells == [*one, ["head tree 3", "2", "a", "", "2.00"]]
+    assert "rows and temperature" not in tables(summarise(results))
+    assert "rows and temperature" not in tables([row for row in rows if row.method == "plain"])
+
+
 def test_transformers_has_no_steps_but_a_speed(results):
     theirs = Result("transformers", "a", 0.0, 1, [Answer(22.0, 11), Answer(42.0, 21)])
     rows = summarise([results[0], theirs, results[1], *results[4:6]])
