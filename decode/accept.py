@@ -14,9 +14,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from decode.sampling import Sampling
 from decode.tree import TokenTree
+from heads.transfer import answers_later, to_device
 
 LEAST_MASS = 1e-280
 """Of float64: below it, entries of a distribution have few correct bits left."""
@@ -27,8 +29,18 @@ class Verdict(NamedTuple):
 
     path: tuple[int, ...]
     """Accepted nodes, root first."""
-    next_token: int
-    """Recovered token if the path stopped above a rejected draft, else bonus token; the next root."""
+    tokens: tuple[int, ...]
+    """What the row emits: the tokens of the accepted nodes below the root, then `next_token`."""
+
+    @property
+    def next_token(self) -> int:
+        """Recovered token if the path stopped above a rejected draft, else bonus token; the next root."""
+        return self.tokens[-1]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], path: Sequence[int], next_token: int) -> Verdict:
+        """Return the verdict of a path through a tree whose nodes have these tokens."""
+        return cls(tuple(path), (*(tokens[node] for node in path[1:]), next_token))
 
 
 class Randomness(Protocol):
@@ -38,6 +50,10 @@ class Randomness(Protocol):
 
     def choose(self, logits: Tensor, path: Sequence[int]) -> int:
         """Return the target's token after the tokens of `path`, with noise keyed by its position."""
+        ...
+
+    def choices(self, logits: Tensor, depths: Sequence[int]) -> Tensor:
+        """Return what `choose` would at nodes of these depths, where no node needs its path: [N, V] -> [N]."""
         ...
 
     def probs(self, logits: Tensor, path: Sequence[int]) -> Tensor:
@@ -99,8 +115,15 @@ class Match:
 
     def __call__(self, trees: Sequence[TokenTree], logits: Tensor, rows: Sequence[Randomness]) -> list[Verdict]:
         """Decide all rows; see `AcceptRule`."""
-        if all(row.sampling.greedy and not row.sampling.needs_context for row in rows):
-            return _match_greedy(trees, logits)
+        if not any(row.sampling.needs_context for row in rows):
+            if all(row.sampling.greedy for row in rows):
+                return _follow_all(trees, logits.argmax(-1))
+            if answers_later(logits.device):
+                chosen = [
+                    row.choices(logits[b], tree.shape.depths)
+                    for b, (tree, row) in enumerate(zip(trees, rows, strict=True))
+                ]
+                return _follow_all(trees, pad_sequence(chosen, batch_first=True))
         return [follow_choices(tree, logits[b], row) for b, (tree, row) in enumerate(zip(trees, rows, strict=True))]
 
 
@@ -112,24 +135,23 @@ def follow_choices(tree: TokenTree, logits: Tensor, row: Randomness) -> Verdict:
         token = row.choose(logits[path[-1]], [tokens[node] for node in path[1:]])
         child = next((c for c in tree.shape.children[path[-1]] if tokens[c] == token), None)
         if child is None:
-            return Verdict(tuple(path), token)
+            return Verdict.of(tokens, path, token)
         path.append(child)
 
 
-def _match_greedy(trees: Sequence[TokenTree], logits: Tensor) -> list[Verdict]:
-    """`Match` without noise and context: one argmax and one transfer for all nodes of all rows."""
-    best = logits.argmax(-1)
-    drafted = torch.nn.utils.rnn.pad_sequence([tree.token_ids for tree in trees], batch_first=True, padding_value=-1)
-    best = best[:, : drafted.shape[1]]  # what is behind it is padding
+def _follow_all(trees: Sequence[TokenTree], choices: Tensor) -> list[Verdict]:
+    """Descend as `follow_choices` does, with every node's choice at hand, [B, N]: one transfer for all rows."""
+    drafted = pad_sequence([tree.token_ids for tree in trees], batch_first=True, padding_value=-1)
+    choices = choices[:, : drafted.shape[1]]  # what is behind it is padding
     verdicts = []
-    for tree, (tokens, choices) in zip(trees, torch.stack([drafted, best], dim=1).tolist(), strict=True):
+    for tree, (tokens, chosen) in zip(trees, torch.stack([drafted, choices], dim=1).tolist(), strict=True):
         path = [0]
         while True:
-            child = next((c for c in tree.shape.children[path[-1]] if tokens[c] == choices[path[-1]]), None)
+            child = next((c for c in tree.shape.children[path[-1]] if tokens[c] == chosen[path[-1]]), None)
             if child is None:
                 break
             path.append(child)
-        verdicts.append(Verdict(tuple(path), choices[path[-1]]))
+        verdicts.append(Verdict.of(tokens, path, chosen[path[-1]]))
     return verdicts
 
 
@@ -160,7 +182,7 @@ class Rejection:
             p = row.probs(logits[path[-1]], [tokens[node] for node in path[1:]])
             child, p = self._choose_child(tree, tokens, path[-1], p, row)
             if child is None:
-                return Verdict(tuple(path), row.draw(p))
+                return Verdict.of(tokens, path, row.draw(p))
             path.append(child)
 
     def _choose_child(
@@ -224,13 +246,13 @@ class Block:
         # every length is tried and the longest success wins, so the longest is tried first
         end = next((i for i in range(length, 0, -1) if row.flip(self._accept_block(p, q, ratios, i))), 0)
         rest = p[end] if end == length else residual(ratios[end] * p[end], q[end])
-        return Verdict(tuple(range(end + 1)), row.draw(rest))
+        return Verdict.of(tokens, range(end + 1), row.draw(rest))
 
     @staticmethod
     def _draft_law(tree: TokenTree, node: int, token: int, like: Tensor) -> Tensor:
         if tree.draws is not None and tree.draws.drawn[node + 1]:
             return tree.draws.probs[node].to(like.dtype)
-        return F.one_hot(torch.tensor(token, device=like.device), len(like)).to(like.dtype)
+        return F.one_hot(to_device(token, like.device), len(like)).to(like.dtype)
 
     @staticmethod
     def _accept_block(p: Sequence[Tensor], q: Sequence[Tensor], ratios: Sequence[float], end: int) -> float:

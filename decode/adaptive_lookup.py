@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-import torch
 from torch import Tensor
 
 from decode.checks import StateError
@@ -22,6 +21,7 @@ from decode.costs import VerifyCosts
 from decode.lookup import NgramIndex, check_lookup
 from decode.sampling import Sampler
 from decode.tree import TokenTree, chain_shape
+from heads.transfer import to_device
 
 LONGEST_MATCH = 32
 """Tokens before two places that are compared at most."""
@@ -139,7 +139,7 @@ class _AdaptiveState:
         trees = []
         for match, row in zip(self._matches, rows, strict=True):
             tokens = [row.context[-1], *([] if match is None else match.tokens[:drafts])]
-            trees.append(TokenTree(torch.tensor(tokens, device=roots.device), chain_shape(len(tokens))))
+            trees.append(TokenTree(to_device(tokens, roots.device), chain_shape(len(tokens))))
         return trees
 
     def _match(self, b: int, text: list[int]) -> Found | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.support import UnsupportedTargetError
+from heads.transfer import to_device
 
 
 @contextmanager
@@ -22,7 +23,8 @@ def hidden_states(lm_head: nn.Module, last: Sequence[int] | None) -> Iterator[li
         captured.append(args[0])
         if last is None:
             return None
-        return (args[0][torch.arange(len(last)), torch.tensor(last)][:, None], *args[1:])
+        rows = torch.arange(len(last), device=args[0].device)
+        return (args[0][rows, to_device(last, args[0].device)][:, None], *args[1:])
 
     handle = lm_head.register_forward_pre_hook(hook)
     try:

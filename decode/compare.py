@@ -14,6 +14,7 @@ import torch
 from decode import noise
 from decode.sampling import Sampler, Sampling
 from decode.target import Target
+from heads.transfer import to_device
 
 ULPS = 4
 """bf16 units of rounding that half precision is allowed."""
@@ -72,7 +73,7 @@ def first_difference(
     sampler = Sampler(sampling.with_seed(1) if sampling.seed is None else sampling, row, prompt_ids)
     sampler.context += first[:same]
     with torch.inference_mode():
-        ids = torch.tensor([sampler.context], device=target.device)
+        ids = to_device([sampler.context], target.device)
         logits = target.model(input_ids=ids, use_cache=False).logits[0, -1]
     scores = sampler.scores(logits, [])[0].double()
     if not sampling.greedy:

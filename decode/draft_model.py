@@ -18,6 +18,7 @@ from decode.target import Target
 from decode.tree import TokenTree, chain_shape
 from heads.checkpoint import read_plans
 from heads.growing import GrowingTree, level_visible
+from heads.transfer import to_device
 
 
 class DraftModel:
@@ -110,31 +111,41 @@ class DraftModelDrafter:
 
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Absorb newly committed tokens, the root included; see `heads.Drafter.sync`. States are not used."""
-        texts = [ids[: length + 1] for ids, length in zip(self._known(token_ids).tolist(), lengths, strict=True)]
+        known = self._known(token_ids)
         if self._session is None:
+            texts = [ids[: length + 1] for ids, length in zip(known.tolist(), lengths, strict=True)]
             self._session = self._model.session(len(texts), 2 * max(map(len, texts)))
             logits = self._session.prefill(texts).logits[:, 0]
         else:
-            logits = self._advance(self._session, [text[1:] for text in texts])  # the old root is in the cache
-        self._start_tree(len(texts))
+            logits = self._advance(self._session, known, lengths)
+        self._start_tree(len(lengths))
         return logits[:, : self._draft.num_drafted]
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Clamp ids of a target's padding, which mean nothing, to those the draft model has."""
         return token_ids.clamp(max=self._model.vocab_size - 1)
 
-    def _advance(self, session: Session, texts: Sequence[list[int]]) -> Tensor:
-        """Commit the texts, of which drafted nodes may hold a beginning, and return the logits after them: [B, V]."""
-        nodes = list(zip(self._tokens.tolist(), self._parents.tolist(), strict=True))
+    def _advance(self, session: Session, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Commit the new tokens, of which drafted nodes may hold a beginning, and return the logits after them: [B, V].
+
+        Args:
+            session: The draft model's.
+            token_ids: [B, L + 1]; the first of each row, its old root, is in the cache.
+            lengths: How many more each row has.
+        """
+        fetched = torch.cat([token_ids, self._tokens, self._parents], dim=1).tolist()  # at once: asking is slow
+        size, count = token_ids.shape[1], self._tokens.shape[1]
+        texts = [row[1 : length + 1] for row, length in zip(fetched, lengths, strict=True)]
+        nodes = [(row[size : size + count], row[size + count :]) for row in fetched]
         paths = [_held(tokens, parents, text[:-1]) for (tokens, parents), text in zip(nodes, texts, strict=True)]
         session.commit(paths)
         rest = [text[len(path) :] for text, path in zip(texts, paths, strict=True)]
         session.cache.reserve_for(max(FEW_ROWS, *map(len, rest)))
         device = self._model.device
-        chains = [TokenTree(torch.tensor(ids, device=device), chain_shape(len(ids))) for ids in rest]
+        chains = [TokenTree(to_device(ids, device), chain_shape(len(ids))) for ids in rest]
         logits = session.score(chains).logits
         session.commit([range(len(ids)) for ids in rest])
-        return logits[torch.arange(len(rest), device=device), torch.tensor([len(ids) - 1 for ids in rest])]
+        return logits[torch.arange(len(rest), device=device), to_device([len(ids) - 1 for ids in rest], device)]
 
     @torch.inference_mode()
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
@@ -147,7 +158,7 @@ class DraftModelDrafter:
         self._parents = torch.cat([self._parents, parents], dim=1)
         cache.reserve_for(width)
         # behind the context's end lie only nodes that are too deep to be used
-        before = torch.tensor(cache.lengths, device=token_ids.device)[:, None] - 1
+        before = to_device(cache.lengths, token_ids.device)[:, None] - 1
         positions = (before + self._tree.depths).clamp(max=self._model.max_length - 1)
         visible = level_visible(level, cache.lengths)
         logits = self._model.forward(self._tokens[:, -width:], positions, visible, cache, None).logits

@@ -21,6 +21,7 @@ from decode.limits import check_temperature
 from decode.sampling import Sampler
 from decode.tree import TokenTree, tree_shape
 from heads import Drafter
+from heads.transfer import answers_later
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class DynamicTree:
         depth, last = len(levels), levels[-1].values
         # a child is chosen only after the root, the `depth` nodes above it and all those here better than its parent
         count = max(0, min(self.width, self.size - 1 - depth)) if depth < self.depth else 0
-        if count and (self.confidence > 0 or last.device.type == "cpu"):  # else the wait for the numbers is too long
+        if count and (self.confidence > 0 or not answers_later(last.device)):
             # and after all other candidates better than its parent
             known = torch.cat([level.values for level in levels], dim=1)
             least = known.topk(min(self.size - 2, known.shape[1])).values[:, -1:]

@@ -21,6 +21,7 @@ from decode.limits import check_temperature
 from decode.sampling import Sampler
 from decode.tree import Draws, TokenTree, TreeShape, tree_shape
 from heads import Drafter
+from heads.transfer import to_device
 
 Paths = tuple[tuple[int, ...], ...]
 LONGEST_CHAIN = 1024
@@ -202,7 +203,7 @@ def _plan(paths: Paths, device: torch.device) -> tuple[TreeShape, list[_Level]]:
             [given[path[:-1]] for path in inner],
         )
         width = max(path[-1] for path in nodes) + 1
-        levels.append(_Level(width, *(torch.tensor(index, dtype=torch.int64, device=device) for index in indices)))
+        levels.append(_Level(width, *(to_device(index, device, dtype=torch.int64) for index in indices)))
         given |= {path: len(given) + i for i, path in enumerate(inner)}
         frontier = inner
     return shape, levels

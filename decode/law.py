@@ -28,6 +28,7 @@ from torch import Tensor
 from decode.compare import ULPS, tolerance
 from decode.sampling import Sampler, Sampling
 from decode.target import Target
+from heads.transfer import to_device
 
 LENGTH, TOP_K = 3, 4
 """New tokens of a sample that are judged, and how many may stand at each place: 64 cells."""
@@ -83,7 +84,7 @@ def exact_law(target: Target, context: Sequence[int], temperature: float) -> Law
     for _ in range(LENGTH):
         if not open_cells:
             break
-        ids = torch.tensor([[*context, *cell] for cell in open_cells], device=target.device)
+        ids = to_device([[*context, *cell] for cell in open_cells], target.device)
         logits = target.model(input_ids=ids, use_cache=False).logits[:, -1]
         longer: dict[Cell, float] = {}
         for (cell, mass), row in zip(open_cells.items(), logits, strict=True):

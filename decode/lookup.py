@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from decode.checks import StateError
 from decode.grow import LONGEST_CHAIN
 from decode.sampling import Sampler
 from decode.tree import TokenTree, chain_shape
+from heads.transfer import to_device
 
 
 class NgramIndex:
@@ -114,7 +114,7 @@ class _LookupState:
         trees = []
         for b, row in enumerate(rows):
             tokens = [row.context[-1], *self._continuation(b, row.context)]
-            trees.append(TokenTree(torch.tensor(tokens, device=roots.device), chain_shape(len(tokens))))
+            trees.append(TokenTree(to_device(tokens, roots.device), chain_shape(len(tokens))))
         return trees
 
     def _continuation(self, b: int, context: list[int]) -> list[int]:

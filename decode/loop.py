@@ -18,6 +18,7 @@ from decode.sampling import Sampler
 from decode.session import Sessions, TargetOutput
 from decode.stopping import Stopper
 from decode.tree import TokenTree, chain_shape
+from heads.transfer import to_device
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Decoding:
             verdicts = self._rule(trees, out.logits, [row.sampler for row in self._rows])
         with self._timed("commit"):
             self._session.commit([verdict.path for verdict in verdicts])
-            committed, states, lengths = self._committed(trees, verdicts, out)
+            committed, states, lengths = self._committed(verdicts, out)
         rows = self._rows
         before = [row.stats.tokens for row in rows]
         deltas = self._emit(verdicts, committed, states, lengths)
@@ -110,25 +111,24 @@ class Decoding:
     def _propose(self) -> list[TokenTree]:
         if self._proposing is None:
             return [self._root_tree(row) for row in self._rows]
-        roots = torch.tensor([row.sampler.context[-1] for row in self._rows], device=self._target.device)
+        roots = to_device([row.sampler.context[-1] for row in self._rows], self._target.device)
         trees = self._proposing.propose(roots, [row.sampler for row in self._rows])
         # a path of depth d emits d + 1 tokens: deeper nodes could only be thrown away
         return [tree.cut(row.stopper.remaining - 1) for row, tree in zip(self._rows, trees, strict=True)]
 
     def _root_tree(self, row: Row) -> TokenTree:
-        return TokenTree(torch.tensor(row.sampler.context[-1:], device=self._target.device), chain_shape(1))
+        return TokenTree(to_device(row.sampler.context[-1:], self._target.device), chain_shape(1))
 
     def _committed(
-        self, trees: Sequence[TokenTree], verdicts: Sequence[Verdict], out: TargetOutput
+        self, verdicts: Sequence[Verdict], out: TargetOutput
     ) -> tuple[list[list[int]], TargetOutput, list[int]]:
         """Return the tokens on each row's path (root first), the target's output there [B, L, …], and their numbers."""
         lengths = [len(verdict.path) for verdict in verdicts]
         longest = max(lengths)
-        index = torch.tensor([[*v.path, *[0] * (longest - len(v.path))] for v in verdicts], device=self._target.device)
+        index = to_device([[*v.path, *[0] * (longest - len(v.path))] for v in verdicts], self._target.device)
         row = torch.arange(len(verdicts), device=self._target.device)[:, None]
         logits = out.logits[row, index] if self._rows[0].logprobs is not None else out.logits[:, :0]
-        tokens = [tree.token_ids.tolist() for tree in trees]
-        on_path = [[tokens[b][node] for node in verdict.path] for b, verdict in enumerate(verdicts)]
+        on_path = [[r.sampler.context[-1], *v.tokens[:-1]] for r, v in zip(self._rows, verdicts, strict=True)]
         features = None if out.features is None else out.features[row, index]
         return on_path, TargetOutput(logits, out.hidden[row, index], features), lengths
 
@@ -144,10 +144,9 @@ class Decoding:
         `committed[b]` are the tokens of row b that gained a state in this pass; logits are those of its path.
         """
         deltas, rows = [], self._rows
-        for row, verdict, tokens, logits in zip(rows, verdicts, committed, states.logits, strict=True):
-            block = [*tokens[len(tokens) - len(verdict.path) + 1 :], verdict.next_token]
-            taken = row.stopper.add(block)
-            row.sampler.context += block
+        for row, verdict, logits in zip(rows, verdicts, states.logits, strict=True):
+            taken = row.stopper.add(list(verdict.tokens))
+            row.sampler.context += verdict.tokens
             row.stats.tokens += len(taken)
             if row.logprobs is not None:
                 row.logprobs += _logprobs(logits, taken)
@@ -170,7 +169,7 @@ class Decoding:
         if running and self._proposing is not None:
             with self._timed("propose"):
                 tokens = [
-                    torch.tensor([*ids, verdict.next_token], device=self._target.device)
+                    to_device([*ids, verdict.next_token], self._target.device)
                     for ids, verdict in zip(committed, verdicts, strict=True)
                 ]
                 token_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -211,4 +210,4 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
     """Return log p of each token under the raw logits of its row: [L, V] -> L floats, L at least the tokens."""
     used = logits[: len(token_ids)]
     scores = used.to(torch.promote_types(used.dtype, torch.float32)).log_softmax(-1)
-    return scores.gather(-1, torch.tensor(token_ids, device=used.device)[:, None])[:, 0].tolist()
+    return scores.gather(-1, to_device(token_ids, used.device)[:, None])[:, 0].tolist()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode.tree import TreeShape
 from heads.growing import level_visible
+from heads.transfer import move
 
 
 def tree_visible(
@@ -27,7 +28,7 @@ def tree_visible(
     """
     size = max(shape.size for shape in shapes) if size is None else size
     ancestors = torch.stack([_padded_ancestors(shape, size) for shape in shapes])
-    return level_visible(ancestors.to(device), lengths)
+    return level_visible(move(ancestors, device), lengths)
 
 
 @lru_cache(maxsize=256)

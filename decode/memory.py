@@ -29,6 +29,7 @@ from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.support import UnsupportedTargetError
 from heads import load_head
 from heads.files import check_writable
+from heads.transfer import to_device
 
 THEIRS, PLAIN, HEAD, LOOKUP = "transformers", "plain", "head", "prompt lookup"
 MIB = 1 << 20
@@ -74,7 +75,7 @@ def _theirs(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
     def run() -> int:
         total = 0
         for ids in prompts:
-            prompt = torch.tensor([ids], device=device)
+            prompt = to_device([ids], device)
             options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "pad_token_id": ends[0] or 0}
             out = model.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=None, **options)
             total += out.shape[1] - len(ids)

@@ -24,6 +24,7 @@ from decode.target import Target
 from decode.tuned import find_plan
 from heads import Head
 from heads.growing import growing_tree
+from heads.transfer import to_device
 
 PLAIN, LOOKUP, HF = "plain", "prompt lookup", "transformers"
 DRAFT_LENGTHS = (2, 3, 4)
@@ -102,7 +103,7 @@ def _theirs(
 ) -> Callable[[Sequence[list[int]]], tuple[list[list[int]], list[Stats]]]:
     def decode(batch: Sequence[list[int]]) -> tuple[list[list[int]], list[Stats]]:
         (ids,) = batch
-        prompt = torch.tensor([ids], device=target.device)
+        prompt = to_device([ids], target.device)
         out = target.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

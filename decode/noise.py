@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from heads.transfer import to_device
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -44,7 +46,7 @@ def gumbel(keys: Sequence[int], token_ids: Tensor) -> Tensor:
         [R, U] float64. 52-bit uniforms in the open interval keep every value finite.
     """
     signed = [k - (1 << 64) if k >= 1 << 63 else k for k in keys]
-    state = torch.tensor(signed, device=token_ids.device)[:, None] + (token_ids + 1) * _signed(_GOLDEN)
+    state = to_device(signed, token_ids.device)[:, None] + (token_ids + 1) * _signed(_GOLDEN)
     for shift, factor in _ROUNDS:
         state = (state ^ _shift_right(state, shift)) * _signed(factor)
     state = state ^ _shift_right(state, 31)

@@ -19,6 +19,7 @@ from decode.sampling import Sampler
 from decode.tree import TokenTree
 from heads import Drafter
 from heads.base import Tree
+from heads.transfer import to_device
 
 
 class Proposing(Protocol):
@@ -167,7 +168,7 @@ class DraftingState:
 
     def check(self, rows: Sequence[Sampler], hidden: Tensor, features: Tensor | None = None) -> None:
         """Compare with a fresh drafter; see `Proposing.check`."""
-        texts = [torch.tensor(row.context, device=hidden.device) for row in rows]
+        texts = [to_device(row.context, hidden.device) for row in rows]
         token_ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         fresh = self._head.drafter().sync(token_ids, hidden, [len(text) - 1 for text in texts], features)
         for row, (held, expected) in enumerate(zip(self._logits, fresh, strict=True)):

@@ -21,6 +21,7 @@ from decode.propose import Drafts
 from decode.replay import Known, known_sampler
 from decode.sampling import Sampler, Sampling
 from heads import Drafter
+from heads.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,7 @@ def _sync(drafter: Drafter, cursors: Sequence[_Cursor], synced: Sequence[int]) -
     """Give the drafter the texts from `synced` up to the roots and return the logits behind them: [B, U]."""
     device, pad = cursors[0].text.hidden.device, torch.nn.utils.rnn.pad_sequence
     spans = [slice(start, cursor.place) for start, cursor in zip(synced, cursors, strict=True)]
-    token_ids = [
-        torch.tensor(c.token_ids[s.start : s.stop + 1], device=device) for c, s in zip(cursors, spans, strict=True)
-    ]
+    token_ids = [to_device(c.token_ids[s.start : s.stop + 1], device) for c, s in zip(cursors, spans, strict=True)]
     hidden = [c.text.hidden[s] for c, s in zip(cursors, spans, strict=True)]
     features = [c.text.features[s] for c, s in zip(cursors, spans, strict=True) if c.text.features is not None]
     return drafter.sync(
@@ -129,7 +128,7 @@ def _tokens(cursors: Sequence[_Cursor], ahead: int, device: torch.device) -> tup
     places = [cursor.place + ahead for cursor in cursors]
     ids = [c.token_ids[min(p, len(c.token_ids) - 1)] for p, c in zip(places, cursors, strict=True)]
     ends = [p >= len(c.token_ids) for p, c in zip(places, cursors, strict=True)]
-    return torch.tensor(ids, device=device), torch.tensor(ends, device=device)
+    return to_device(ids, device), to_device(ends, device)
 
 
 def _rank_of(logits: Tensor, token: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:

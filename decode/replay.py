@@ -26,6 +26,7 @@ from decode.session import Session, TargetOutput
 from decode.stopping import Stopper
 from decode.target import Target
 from decode.tree import TokenTree
+from heads.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class _KnownSession(Session):
         """Return states and features at places of each row's text, padded."""
         hidden, features = [], []
         for text, wanted in zip(self._texts, places, strict=True):
-            index = torch.tensor(wanted, device=text.hidden.device).clamp(max=len(text.hidden) - 1)
+            index = to_device(wanted, text.hidden.device).clamp(max=len(text.hidden) - 1)
             hidden.append(text.hidden[index])
             features += [] if text.features is None else [text.features[index]]
         pad = torch.nn.utils.rnn.pad_sequence

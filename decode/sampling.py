@@ -31,6 +31,7 @@ from transformers.generation.logits_process import (
 from decode import noise
 from decode.limits import check_sampling
 from decode.processors import AllowedTokens, CountPenalty, RowConstraint, copies
+from heads.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,12 @@ def to_scores(logits: Tensor, context: Tensor | None, processors: Sequence[Logit
     """Return the processed scores whose softmax is the target's distribution; -inf where it is zero.
 
     Args:
-        logits: [1, V] the target's raw logits after `context`.
+        logits: [1, V] the target's raw logits after `context`; [N, V] for several nodes without.
         context: [1, length] prompt and text so far; None is allowed where `Sampling.needs_context` is false.
         processors: What `Sampling.processor_list` returns.
 
     Returns:
-        [1, V] float32 (float64 for float64 logits). With temperature 0 the distribution is the one-hot of its argmax.
+        [1 or N, V] float32 (float64 for float64 logits). With temperature 0 the law is the one-hot of its argmax.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     for processor in processors:
@@ -191,7 +192,7 @@ class Sampler:
             return to_scores(logits[None], None, ())  # of a token that is never kept: plain decoding does not ask
         context = None
         if self.sampling.needs_context:
-            context = torch.tensor([[*self.context, *path]], device=logits.device)
+            context = to_device([[*self.context, *path]], logits.device)
         scores = to_scores(logits[None], context, self._processors)
         if context is not None and float(scores.max()) == -math.inf:
             raise ValueError(
@@ -213,6 +214,22 @@ class Sampler:
         position = len(self.context) + len(path)
         perturbed = scores[kept].double() + noise.gumbel([self.key(noise.TARGET, position)], kept)[0]
         return int(kept[perturbed.argmax()])
+
+    def choices(self, logits: Tensor, depths: Sequence[int]) -> Tensor:
+        """Return what `choose` would at nodes of these depths, without asking the device: [N, V] -> [N].
+
+        Only where `Sampling.needs_context` is false. Choices behind an end-of-text token may differ.
+
+        Args:
+            logits: [N or more, V] the target's raw logits at the nodes.
+            depths: Of N nodes; 0 is the root.
+        """
+        scores = to_scores(logits[: len(depths)], None, self._processors)
+        if self.sampling.greedy:
+            return scores.argmax(-1)
+        keys = [self.key(noise.TARGET, len(self.context) + depth) for depth in range(max(depths) + 1)]
+        gumbel = noise.gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
+        return (scores.double() + gumbel[to_device(depths, scores.device)]).argmax(-1)
 
     def flip(self, probability: float) -> bool:
         """Return True with this probability; 0 is never, 1 is always."""

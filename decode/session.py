@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from decode.masks import prefill_visible, tree_visible
 from decode.tree import TokenTree
 from heads.cache import TreeCache
+from heads.transfer import to_device
 
 if TYPE_CHECKING:
     from decode.target import Target
@@ -77,7 +78,7 @@ class Session:
         """
         device = self._target.device
         longest = max(map(len, prompts))
-        ids = torch.tensor([[*prompt, *[prompt[-1]] * (longest - len(prompt))] for prompt in prompts], device=device)
+        ids = to_device([[*prompt, *[prompt[-1]] * (longest - len(prompt))] for prompt in prompts], device)
         hidden: list[Tensor] = []
         features: list[Tensor] = []
         logits: list[Tensor | None] = [None] * len(prompts)
@@ -116,12 +117,12 @@ class Session:
         size = max(largest, self._least_nodes(len(trees)))
         ids = nn.utils.rnn.pad_sequence([tree.token_ids for tree in trees], batch_first=True)
         ids = nn.functional.pad(ids, (0, size - largest))
-        positions = torch.tensor(
+        positions = to_device(
             [
                 [length + depth for depth in tree.shape.depths] + [length] * (size - tree.shape.size)
                 for tree, length in zip(trees, self.lengths, strict=True)
             ],
-            device=device,
+            device,
         )
         visible = tree_visible([tree.shape for tree in trees], self.lengths, device, size=size)
         return self._target.forward(ids, positions, visible, self.cache, None, self.feature_layers)

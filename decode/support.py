@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.tree import TokenTree, tree_shape
+from heads.transfer import to_device
 
 if TYPE_CHECKING:
     from decode.target import Target
@@ -71,7 +72,7 @@ def probe(target: Target) -> bool:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, min(target.vocab_size, 1000), (length + 5,), generator=generator).tolist()
     prompt, nodes = ids[:length], ids[length:]
-    tree = TokenTree(torch.tensor(nodes, device=target.device), tree_shape((-1, 0, 0, 1, 2)))
+    tree = TokenTree(to_device(nodes, target.device), tree_shape((-1, 0, 0, 1, 2)))
     try:
         session = target.session(1, length + tree.shape.size)
         session.prefill([prompt])
@@ -80,7 +81,7 @@ def probe(target: Target) -> bool:
         plain = []
         with contextlib.nullcontext() if target.packed is None else target.packed.disabled():
             for path in ((0, 1, 3), (0, 2, 4)):
-                text = torch.tensor([[*prompt, *(nodes[node] for node in path)]], device=target.device)
+                text = to_device([[*prompt, *(nodes[node] for node in path)]], target.device)
                 plain.append(target.model(input_ids=text, use_cache=False).logits[0, -1].float())
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise UnsupportedTargetError(f"{name} cannot score a token tree: {error}") from error

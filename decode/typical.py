@@ -58,4 +58,4 @@ class Typical:
                     likely[child] = likely[node] + math.log(probability)
         best = max(paths, key=lambda node: (len(paths[node]), likely[node]))
         path = paths[best]
-        return Verdict(path, row.choose(logits[best], [tokens[n] for n in path[1:]]))
+        return Verdict.of(tokens, path, row.choose(logits[best], [tokens[n] for n in path[1:]]))

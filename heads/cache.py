@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from heads.transfer import to_device
+
 
 class TreeCache:
     """K/V of B rows with per-row lengths. One per session; not safe to share."""
@@ -63,7 +65,7 @@ class TreeCache:
         self._new = range(self.nodes, total)
         self.nodes = total
         ragged = len(set(self.lengths)) > 1
-        starts = torch.tensor(self.lengths, device=device) if ragged else None
+        starts = to_device(self.lengths, device) if ragged else None
         self._slots = None if starts is None else starts[:, None] + torch.arange(*self._slice(0), device=device)
 
     def _slice(self, length: int) -> tuple[int, int]:
@@ -109,7 +111,7 @@ class TreeCache:
             start = self.lengths[row]
             moved = next((i for i, node in enumerate(path) if node != i), len(path))
             if moved < len(path):
-                source = torch.tensor([start + node for node in path[moved:]], device=self._keys[0].device)
+                source = to_device([start + node for node in path[moved:]], self._keys[0].device)
                 for block in (*self._keys, *self._values):
                     # index_select copies, so overlapping slots are safe
                     block[row, :, start + moved : start + len(path)] = block[row].index_select(1, source)

@@ -21,6 +21,7 @@ from heads.growing import GrowingTree, growing_tree, level_visible
 from heads.labels import find_labels
 from heads.layers import DecoderLayer, LayerConfig, Rotation, attend, positions_behind, read_on
 from heads.losses import check_losses, label_loss
+from heads.transfer import to_device
 from heads.unroll import Chains, find_chains, unroll
 
 
@@ -144,7 +145,7 @@ class FeatureDrafter(HeadDrafter[FeatureHead]):
         # the root's pair stands at the last committed position, and its children's one further
         positions = positions_behind(self._cache, inputs.shape[1] + self.max_depth, inputs.device)
         self._rotation = self._head.layer.self_attn.rotation(positions, dtype)
-        self._last = torch.tensor(lengths, device=inputs.device)[:, None] - 1
+        self._last = to_device(lengths, inputs.device)[:, None] - 1
         self._features = read_on(self._head.layer, inputs, residuals, lengths, self._cache, self._rotation)
         self._tree = GrowingTree(len(lengths), inputs.device)
         return self._logits(self._features)[:, 0]

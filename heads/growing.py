@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from heads.transfer import to_device
+
 
 def growing_tree(max_depth: int, num_tokens: int) -> Mapping[str, int]:
     """Return the settings of a small `decode.DynamicTree`, which suits heads that see the tokens drafted above.
@@ -54,7 +56,7 @@ def level_visible(ancestors: Tensor, lengths: Sequence[int]) -> Tensor:
     if len(set(lengths)) == 1:
         return torch.nn.functional.pad(ancestors, (lengths[0], 0), value=True)
     _, width, size = ancestors.shape
-    starts = torch.tensor(lengths, device=ancestors.device)[:, None, None]
+    starts = to_device(lengths, ancestors.device)[:, None, None]
     nodes = torch.arange(max(lengths) + size, device=ancestors.device) - starts  # [B, 1, slots] what each slot holds
     seen = ancestors.gather(2, nodes.clamp(0, size - 1).expand(-1, width, -1))
     return (nodes < 0) | ((nodes < size) & seen)

@@ -23,6 +23,7 @@ from heads.layers import DecoderLayer, LayerConfig, RMSNorm, attend, positions_b
 from heads.losses import check_losses, label_loss
 from heads.medusa import ResidualBlock
 from heads.packing import SharedInput, outputs
+from heads.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class HydraDrafter(HeadDrafter[HydraHead]):
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Start at each row's last state and root; see `Drafter.sync`."""
         head = self._head
-        rows, count = torch.arange(len(lengths), device=hidden.device), torch.tensor(lengths, device=hidden.device)
+        rows, count = torch.arange(len(lengths), device=hidden.device), to_device(lengths, hidden.device)
         if self._project is None:
             self._project = head.lent_projection()
         if head.prefix is None:

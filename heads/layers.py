@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from heads.base import HeadConfig, from_target
 from heads.cache import TreeCache
 from heads.packing import SharedInput, add_output, outputs
+from heads.transfer import to_device
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of rotary angles, [B, 1, N, E / 2] each."""
@@ -152,7 +153,7 @@ class DecoderLayer(nn.Module):
 
 def positions_behind(cache: TreeCache, count: int, device: torch.device) -> Tensor:
     """Return the next `count` positions of each row: [B, count]."""
-    return torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(count, device=device)
+    return to_device(cache.lengths, device)[:, None] + torch.arange(count, device=device)
 
 
 def read_on(
@@ -181,13 +182,13 @@ def read_on(
     device, size = inputs.device, inputs.shape[1]
     cache.forget_tree()
     cache.reserve_for(size)
-    rows, last = torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device) - 1
+    rows, last = torch.arange(len(lengths), device=device), to_device(lengths, device) - 1
     cache.begin(size, device)
     cos, sin = rotation
     queries, keys, values = layer.self_attn.project(inputs, (cos[:, :, :size], sin[:, :, :size]))
     keys, values = cache.write(0, keys, values)
     cache.commit([range(length) for length in lengths])
-    ends = torch.tensor(cache.lengths, device=device)  # slots behind them hold padding
+    ends = to_device(cache.lengths, device)  # slots behind them hold padding
     visible = torch.arange(keys.shape[2], device=device) < ends[:, None, None]  # [B, 1, slots]
     queries = queries[rows, :, last][:, :, None]
     return layer.finish(residuals[rows, last][:, None], attend(queries, keys, values, visible))

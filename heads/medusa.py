@@ -19,6 +19,7 @@ from heads.drafter import HeadDrafter
 from heads.labels import find_labels
 from heads.losses import check_losses, label_loss
 from heads.packing import SharedInput, outputs
+from heads.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ class MedusaDrafter(HeadDrafter[MedusaHead]):
         """Compute all heads at each row's last state; see `Drafter.sync`."""
         if self._project is None:
             self._project = self._head.output_projection()
-        last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]  # [B, D]
+        last = hidden[torch.arange(len(lengths), device=hidden.device), to_device(lengths, hidden.device) - 1]  # [B, D]
         self._logits = self._project(self._head.states(last.to(self._head.dtype)))
         self._depth = 0
         return self._logits[:, 0]

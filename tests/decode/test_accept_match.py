@@ -11,6 +11,7 @@ from decode.sampling import Sampler
 from decode.tree import TokenTree, chain_shape, tree_shape
 
 V = 6
+CHOOSE = Sampler.choose
 
 
 def table_logits(text: list[int]) -> torch.Tensor:
@@ -40,8 +41,9 @@ def decode(rule, sampler: Sampler, length: int, make_tree) -> tuple[list[int], i
     start, steps = len(sampler.context), 0
     while len(sampler.context) < start + length:
         tree = make_tree(sampler.context)
-        ((path, token),) = rule([tree], tree_logits(sampler.context, tree)[None], [sampler])
-        sampler.context += [*tree.token_ids[list(path[1:])].tolist(), token]
+        (verdict,) = rule([tree], tree_logits(sampler.context, tree)[None], [sampler])
+        assert list(verdict.tokens[:-1]) == tree.token_ids[list(verdict.path[1:])].tolist()
+        sampler.context += verdict.tokens
         steps += 1
     return sampler.context[start : start + length], steps
 
@@ -118,6 +120,39 @@ def test_the_greedy_fast_path_is_the_general_walk_even_in_ties(vocab_size):
     assert deepest > 2
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.9, "min_p": 0.05}, {"temperature": 1.5, "top_k": 3}],
+    ids=str,
+)
+def test_choosing_at_all_nodes_at_once_is_the_general_walk(settings, monkeypatch):
+    monkeypatch.setattr("decode.accept.answers_later", lambda device: True)
+    monkeypatch.setattr(Sampler, "choose", None)  # which asks node by node
+    chance, lengths = random.Random(0), []
+    for trial in range(60):
+        rows = 1 + trial % 3
+        trees = [random_tree(chance, 3, chance.randint(1, 12)) for _ in range(rows)]
+        size = max(tree.shape.size for tree in trees)
+        logits = torch.randn(rows, size + trial % 4, V, generator=torch.Generator().manual_seed(trial))
+        samplers = [Sampler(Sampling(**settings, seed=trial), row, [3] * (row + 1)) for row in range(rows)]
+        fast = Match()(trees, logits, samplers)
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampler, "choose", CHOOSE)
+            slow = [follow_choices(*row) for row in zip(trees, logits, samplers, strict=True)]
+        assert fast == slow
+        lengths += [len(verdict.path) for verdict in fast]
+    assert max(lengths) > 2
+
+
+def test_a_greedy_row_may_share_a_batch_with_sampled_ones(monkeypatch):
+    monkeypatch.setattr("decode.accept.answers_later", lambda device: True)
+    trees = [TokenTree(torch.tensor([2, 4, 4]), chain_shape(3))] * 2
+    logits = torch.tensor([0.0, 0.9, 0.8, 0, 1.0, 0]).expand(2, 3, V)
+    samplers = [Sampler(Sampling(temperature=t, seed=0), 0, [2]) for t in (0.0, 5.0)]
+    assert Match()(trees, logits, samplers)[0] == ((0, 1, 2), (4, 4, 4))
+    assert Match()(trees, logits, samplers)[1] == follow_choices(trees[1], logits[1], samplers[1])
+
+
 def test_padding_nodes_of_smaller_trees_are_never_entered():
     """Logits of padding say token 0, which a short row must not take for a child (a Medusa bug)."""
     small, large = TokenTree(torch.tensor([4]), chain_shape(1)), TokenTree(torch.tensor([4, 0, 0, 0]), chain_shape(4))
@@ -131,10 +166,10 @@ def test_a_batch_of_greedy_and_penalised_rows_is_decided_row_by_row():
     tree = TokenTree(torch.tensor([2, 2, 2]), chain_shape(3))
     logits = torch.tensor([0.0, 0.9, 1.0, 0, 0, 0]).expand(1, 3, V)
     plain, penalised = Sampling(seed=0), Sampling(repetition_penalty=1e9, seed=0)
-    assert Match()([tree], logits, [Sampler(plain, 0, [2])])[0] == ((0, 1, 2), 2)
-    assert Match()([tree], logits, [Sampler(penalised, 0, [2])])[0] == ((0,), 1)
+    assert Match()([tree], logits, [Sampler(plain, 0, [2])])[0] == ((0, 1, 2), (2, 2, 2))
+    assert Match()([tree], logits, [Sampler(penalised, 0, [2])])[0] == ((0,), (1,))
     both = Match()([tree, tree], logits.expand(2, -1, -1), [Sampler(plain, 0, [2]), Sampler(penalised, 1, [2])])
-    assert both == [((0, 1, 2), 2), ((0,), 1)]
+    assert both == [((0, 1, 2), (2, 2, 2)), ((0,), (1,))]
     # the penalty counts the path itself: 1 may follow once
     path = TokenTree(torch.tensor([2, 1, 1]), chain_shape(3))
     assert Match()([path], logits, [Sampler(penalised, 0, [2])])[0].path == (0, 1)

@@ -175,7 +175,7 @@ def test_each_row_has_its_own_grammar_which_is_asked_for_the_text_alone(
 def follow(rule, sampler: Sampler, draft: list[int], logits: torch.Tensor) -> list[int]:
     """The tokens a row emits for a chain, without the loop."""
     tokens = [sampler.context[-1], *draft]
-    ((path, token),) = rule([TokenTree(torch.tensor(tokens), chain_shape(len(tokens)))], logits[None], [sampler])
+    ((path, (*_, token)),) = rule([TokenTree(torch.tensor(tokens), chain_shape(len(tokens)))], logits[None], [sampler])
     return [*tokens[1 : len(path)], token]
 
 

@@ -49,7 +49,7 @@ def test_a_certain_token_is_emitted_and_nothing_behind_another(rule, drawn, draf
     logits[..., 1] = 0.0
     for seed in range(25):
         row = Sampler(Sampling(temperature=1.0, seed=seed), 0, [0])
-        assert rule([chain(draft, drawn=drawn)], logits, [row]) == [(tuple(range(accepted + 1)), 1)]
+        assert rule([chain(draft, drawn=drawn)], logits, [row]) == [(tuple(range(accepted + 1)), (1,) * (accepted + 1))]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_of_two_equal_tokens_both_are_emitted(rule, drawn):
     emitted = []
     for seed in range(64):
         token = random.Random(seed).choices(range(V), weights=LAW)[0] if drawn else 2
-        ((path, following),) = rule(
+        ((path, (*_, following)),) = rule(
             [chain([token], drawn=drawn)], logits, [Sampler(Sampling(temperature=1.0, seed=seed), 0, [0])]
         )
         emitted.append(token if len(path) == 2 else following)

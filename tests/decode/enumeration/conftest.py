@@ -232,7 +232,7 @@ def verdicts(rule, tree: TokenTree, target: Table, context: tuple[int, ...]) -> 
     scripts: list[list[int]] = [[]]
     while scripts:
         branch = Branch(scripts.pop(), target, context)
-        ((path, token),) = rule([tree], logits[None], [branch])
+        ((path, (*_, token)),) = rule([tree], logits[None], [branch])
         assert path[0] == 0
         assert all(parents[b] == a for a, b in itertools.pairwise(path))
         yield branch.weight, (*(tokens[node] for node in path[1:]), token)

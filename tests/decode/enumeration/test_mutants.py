@@ -148,7 +148,7 @@ class OwnDrawForEachPath(Rejection):
                 if self.shared:
                     known[here] = token
                 if below is None or tokens[below] != token:
-                    found.append(Verdict(tuple(path[: path.index(here) + 1]), token))
+                    found.append(Verdict.of(tokens, path[: path.index(here) + 1], token))
                     break
         return max(found, key=lambda verdict: len(verdict.path))
 
@@ -171,9 +171,9 @@ class BonusFromParent(Rejection):
             p = row.probs(logits[path[-1]], [tokens[node] for node in path[1:]])
             child, left = self._choose_child(tree, tokens, path[-1], p, row)
             if child is None:
-                return Verdict(tuple(path), row.draw(left))
+                return Verdict.of(tokens, path, row.draw(left))
             if not tree.shape.children[child] and child != tree.shape.children[path[-1]][0]:
-                return Verdict((*path, child), row.draw(left))
+                return Verdict.of(tokens, (*path, child), row.draw(left))
             path.append(child)
 
 
@@ -195,8 +195,8 @@ class OneCoin(Rejection):
             parts = [max(0.0, end - max(accept, start)) for start, end in itertools.pairwise([0.0, *ends])]
             pick = row.outcome([accept, *parts])
             if pick:
-                return Verdict(tuple(range(node + 1)), pick - 1)
-        return Verdict(tuple(range(len(tokens))), row.draw(row.probs(logits[len(tokens) - 1], tokens[1:])))
+                return Verdict.of(tokens, range(node + 1), pick - 1)
+        return Verdict.of(tokens, range(len(tokens)), row.draw(row.probs(logits[len(tokens) - 1], tokens[1:])))
 
 
 def test_m12_one_coin_for_acceptance_and_residual(laws):

@@ -43,9 +43,9 @@ class SpelledOut(Block):
             elif self.mistake == "first failure":
                 break
         if accepted == length:
-            return Verdict(tuple(range(length + 1)), row.draw(p[length]))
+            return Verdict.of(tokens, range(length + 1), row.draw(p[length]))
         ratio = 1.0 if self.mistake == "residual of ratio 1" else ratios[accepted]
-        return Verdict(tuple(range(accepted + 1)), row.draw(residual(ratio * p[accepted], q[accepted])))
+        return Verdict.of(tokens, range(accepted + 1), row.draw(residual(ratio * p[accepted], q[accepted])))
 
     def _chance(self, p, q, ratios, i):
         if i == len(q):

@@ -26,7 +26,7 @@ def test_drafts_from_the_targets_own_logits_pass_10000_coins_near_1(laws, rule):
     tree = chain([0, int(p[0].argmax()), int(p[1].topk(9).indices[-1])], p.clone())
     for k in range(1, 10_001):
         row = laws.Given([1 - k * 2.0**-53] * 4, as_probs=True)
-        ((path, token),) = RULES[rule]([tree], p[None], [row])
+        ((path, (*_, token)),) = RULES[rule]([tree], p[None], [row])
         assert path == (0, 1, 2)
         assert p[2, token] > 0
 
@@ -44,7 +44,7 @@ def test_drafts_from_almost_the_targets_law_never_give_what_the_target_cannot_sa
         q = q / q.sum(-1, keepdim=True)
         tokens = [0, *(chance.choices(range(40), weights=row.tolist())[0] for row in q[:2])]
         row = laws.Given([1 - chance.random() * 3e-8 for _ in range(2)] + [chance.random(), LARGEST], as_probs=True)
-        ((path, token),) = RULES[rule]([chain(tokens, q)], p[None], [row])
+        ((path, (*_, token)),) = RULES[rule]([chain(tokens, q)], p[None], [row])
         assert p[path[-1], token] > 0
         rejected += len(path) < 3
     assert 30 < rejected < 2400
@@ -88,11 +88,11 @@ def test_what_half_precision_would_round_to_nothing_is_drawn(laws, rule):
     assert not p[0, 8].half()
     tree = TokenTree(torch.tensor([0, 7]), chain_shape(2))
     kept = laws.Given([float(p[0, 7]) - 1e-6, 0.5])
-    assert rule([tree], logits[None], [kept])[0] == ((0, 1), 7)
+    assert rule([tree], logits[None], [kept])[0] == ((0, 1), (7, 7))
     rest = [token for token in range(50_000) if token != 7]
     for share in (0.0, 1e-4, 0.3, 0.77777, 1 - 1e-6, LARGEST):
         row = laws.Given([float(p[0, 7]) + 1e-6, share])
-        ((path, token),) = rule([tree], logits[None], [row])
+        ((path, (*_, token)),) = rule([tree], logits[None], [row])
         assert path == (0,)
         assert token == rest[int(share * 49_999)]
 
@@ -103,7 +103,7 @@ def test_points_that_hold_all_the_mass_are_accepted_and_nothing_is_drawn_from_an
     logits[:, 2], logits[:, 4] = 9.0, -3.0
     tree = TokenTree(torch.tensor([0, 2, 4]), tree_shape((-1, 0, 0)))
     for coins in ([LARGEST, LARGEST, LARGEST], [0.5, 0.5], [LARGEST, 0.0, 0.0]):
-        ((path, token),) = Rejection()([tree], logits[None], [laws.Given(coins)])
+        ((path, (*_, token)),) = Rejection()([tree], logits[None], [laws.Given(coins)])
         assert path in ((0, 1), (0, 2))
         assert token in (2, 4)
 
@@ -114,7 +114,7 @@ def test_zero_is_a_coin_that_accepts_nothing_of_probability_0(laws):
     q = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
     for rule in (Rejection(), Block()):
         for tree in (chain([1, 0], q), TokenTree(torch.tensor([1, 0]), chain_shape(2))):
-            assert rule([tree], p[None], [laws.Given([0.0, 0.0], as_probs=True)])[0] == ((0,), 1)
+            assert rule([tree], p[None], [laws.Given([0.0, 0.0], as_probs=True)])[0] == ((0,), (1,))
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Block()], ids=["rejection", "block"])

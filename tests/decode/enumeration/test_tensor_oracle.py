@@ -86,7 +86,7 @@ def slow_rejection(case: Case, coins: Coins) -> Verdict:
             if case.drawn[child] and not case.replacement:
                 q = normalise([0 if other == token else mass for other, mass in enumerate(q)])
         if accepted is None:
-            return Verdict(tuple(path), coins.draw(p))
+            return Verdict.of(case.tokens, path, coins.draw(p))
         path.append(accepted)
 
 
@@ -113,9 +113,9 @@ def slow_block(case: Case, coins: Coins) -> Verdict:
     longest = next((i for i in range(1, length + 1) if ratios[i] == 0), length)
     accepted = next((i for i in range(longest, 0, -1) if coins.flip(chances[i])), 0)
     if accepted == length:
-        return Verdict(tuple(range(length + 1)), coins.draw(case.p[length]))
+        return Verdict.of(case.tokens, range(length + 1), coins.draw(case.p[length]))
     scaled = [ratios[accepted] * mass for mass in case.p[accepted]]
-    return Verdict(tuple(range(accepted + 1)), coins.draw(left_of(scaled, laws[accepted])))
+    return Verdict.of(case.tokens, range(accepted + 1), coins.draw(left_of(scaled, laws[accepted])))
 
 
 def slow_match(case: Case, coins: Coins) -> Verdict:
@@ -124,7 +124,7 @@ def slow_match(case: Case, coins: Coins) -> Verdict:
         token = coins.draw(case.p[path[-1]])
         fitting = [child for child in case.children[path[-1]] if case.tokens[child] == token]
         if not fitting:
-            return Verdict(tuple(path), token)
+            return Verdict.of(case.tokens, path, token)
         path.append(fitting[0])
 
 
