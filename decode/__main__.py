@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     target = load_target(args)
-    head = None if args.head is None else load_head(args.head, target)
+    head = None if args.head is None else load_head(args.head, target, keep_weights=False)
     pieces = stream(
         target,
         prompt,

@@ -84,7 +84,7 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Comparison, Comparison
     target = load_target(args, keep_weights=True)  # transformers runs it as it ships, too
     sets = to_ids(target, files, args.max_new_tokens)
     draft_model = None if args.draft_model is None else _load_draft_model(args.draft_model, target)
-    loaded = [load_head(name, target) for name in args.head]
+    loaded = [load_head(name, target, keep_weights=False) for name in args.head]
     heads = dict(zip(name_heads(args.head, [head.kind for head in loaded]), loaded, strict=True))
     log = ComparisonLog(folder / "raw.jsonl")
     ways = our_ways(target, heads, draft_model=draft_model, lookup=args.lookup, chain=args.chain, costs=log.costs)

@@ -172,7 +172,7 @@ def _proposer(
     if isinstance(head, DraftModel):
         raise ValueError("head is a draft model; pass it as draft_model")
     if head is not None:
-        loaded = head if isinstance(head, Head) else load_head(head, target)
+        loaded = head if isinstance(head, Head) else load_head(head, target, keep_weights=False)
         made = _drafting(target, loaded, grow, None, rule, rows, adapt=adapt)
     elif draft_model is not None:
         model = draft_model

@@ -86,7 +86,7 @@ def _theirs(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
 
 def _ours(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
     target = load_target(args)
-    head = load_head(args.head, target) if args.one == HEAD else None
+    head = load_head(args.head, target, keep_weights=False) if args.one == HEAD else None
     proposer = PromptLookup() if args.one == LOOKUP else None
     prompts = json.load(sys.stdin)
 

@@ -71,7 +71,7 @@ def find_drafts(
     """
     drafts: Options = {"accept": accept}
     if head is not None:
-        loaded = load_head(head, target)
+        loaded = load_head(head, target, keep_weights=False)
         grow = _grow(loaded, accept)
         kind = "chain" if grow.width == 1 else "tree"
         return drafts | {"head": loaded, "grow": grow}, f"{loaded.kind} head {head}, {kind} of {grow.max_nodes} nodes"

@@ -240,7 +240,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Se
     target = load_target(args)
     drafts: Drafts
     if args.head is not None:
-        drafts = load_head(args.head, target)
+        drafts = load_head(args.head, target, keep_weights=False)
     else:
         drafts = DraftModel.from_pretrained(args.draft_model, target)
     prompts = [to_token_ids(target, prompt, raw=False) for prompt in texts]

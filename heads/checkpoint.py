@@ -51,11 +51,14 @@ def save_head(
         target: The target the head was trained for.
         notes: What to record about training and measurements.
         dtype: Store floating-point weights in this precision.
+
+    Raises:
+        ValueError: If weights of the head were given up.
     """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {}
+    folder, state = Path(path), {}
     for name, tensor in head.state_dict().items():
+        if tensor.is_meta:
+            raise ValueError(f"{name} was given up when the head was loaded; load it with keep_weights=True to save it")
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         state[name] = cast.detach().cpu().contiguous()
     config = {
@@ -66,6 +69,7 @@ def save_head(
         **asdict(notes or HeadNotes()),
     }
     text = json.dumps(config, indent=2) + "\n"  # before anything is replaced: notes may not be JSON
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / TUNED).unlink(missing_ok=True)  # made for other weights
     write_atomically(folder / WEIGHTS, lambda temporary: save_file(state, temporary))
     write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))
@@ -103,7 +107,12 @@ def read_plans(path: str | Path) -> dict[str, Any]:
 
 
 def load_head(
-    path: str | Path, target: Lender, *, dtype: torch.dtype = torch.float32, check_target: bool = True
+    path: str | Path,
+    target: Lender,
+    *,
+    dtype: torch.dtype = torch.float32,
+    check_target: bool = True,
+    keep_weights: bool = True,
 ) -> Head:
     """Load the head folder `path` for `target`, on a CPU with its linear layers packed (`heads.packing`).
 
@@ -113,6 +122,8 @@ def load_head(
         dtype: Precision of the loaded weights.
         check_target: Refuse a target whose fingerprint differs. Switch off only for the same weights in a precision
             that rounds them differently: drafts of a wrong target cost acceptance, never correctness.
+        keep_weights: Keep the plain weights beside packed ones. Without them the head takes half the memory, and can
+            only draft.
 
     Raises:
         ValueError: If the folder is incomplete or damaged, a key is missing, unexpected or of the wrong shape, or the
@@ -152,7 +163,9 @@ def load_head(
     head.tuned = read_plans(folder)
     device = target.lm_head.get_parameter("weight").device
     head = head.to(device=device, dtype=dtype).eval()
-    pack_linears(head)
+    packed = pack_linears(head)
+    if not keep_weights:
+        packed.release()
     return head
 
 

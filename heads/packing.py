@@ -72,7 +72,7 @@ class PackedModules:
             for product in packed.products:
                 product.pack()
 
-    def release(self, *, keep: nn.Module) -> None:
+    def release(self, *, keep: nn.Module | None = None) -> None:
         """Give up the plain weights, for good: only the packed ones stay, for inference.
 
         Args:

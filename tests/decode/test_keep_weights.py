@@ -139,7 +139,7 @@ def test_nothing_reads_the_memory_that_the_model_was_loaded_into(name):
 def test_a_head_drafts_on_it_as_on_one_that_keeps_them(load, tmp_path, name, kind):
     target, kept = load(name), load(name, keep_weights=True)
     save_head(new_head(kind, target), tmp_path / "head", target=target)
-    heads = [load_head(tmp_path / "head", each) for each in (target, kept)]
+    heads = [load_head(tmp_path / "head", each, keep_weights=each is kept) for each in (target, kept)]
     hidden = torch.randn(1, 3, D)
     features = torch.randn(1, 3, 2 * D) if heads[0].feature_layers else None
     drafted, expected = (head.drafter().sync(torch.tensor([[5, 6, 7, 8]]), hidden, [3], features) for head in heads)
@@ -148,6 +148,36 @@ def test_a_head_drafts_on_it_as_on_one_that_keeps_them(load, tmp_path, name, kin
     results = generate(target, PROMPTS, head=heads[0], max_new_tokens=12, eos_ids=())
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
     assert sum(results[0].stats.offered) > 0
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_gave_its_weights_up_refuses_all_but_drafting(load, tmp_path, kind):
+    target = load("llama-tied")
+    save_head(new_head(kind, target), tmp_path / "head", target=target)
+    head, kept = (load_head(tmp_path / "head", target, keep_weights=keep) for keep in (False, True))
+    linear = {name for name, module in head.named_modules() if type(module) is nn.Linear}
+    assert linear
+    assert {name.rpartition(".")[0] for name, p in head.named_parameters() if p.is_meta} == linear
+    assert not any(p.is_meta for p in kept.parameters())
+    torch.testing.assert_close(head.drafter().sync(*some_text(head)), kept.drafter().sync(*some_text(kept)))
+    with pytest.raises(ValueError, match=f"was given up when the head was loaded; load it with {KEEP}"):
+        save_head(head, tmp_path / "again", target=target)
+    assert not (tmp_path / "again").exists()
+    ids = torch.tensor(PROMPTS[:1])
+    features = target.encode_features(ids, [ids.shape[1]], head.feature_layers)
+    with pytest.raises(RuntimeError, match=KEEP):
+        head(FeatureBatch(ids, torch.ones_like(ids).bool(), *features))
+
+
+def some_text(head) -> tuple:
+    """What a drafter takes of a text of three tokens and its root."""
+    torch.manual_seed(3)
+    return (
+        torch.tensor([[5, 6, 7, 8]]),
+        torch.randn(1, 3, D),
+        [3],
+        torch.randn(1, 3, 2 * D) if head.feature_layers else None,
+    )
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
