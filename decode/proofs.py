@@ -83,7 +83,14 @@ Options = dict[str, Any]
 """What `generate` is told of the drafts: head and grow, draft_model or proposer, and accept; empty for none."""
 
 
-def prove(target: Target, prompts: Sequence[list[int]], drafts: Options, settings: Settings) -> Iterator[Check]:
+def prove(
+    target: Target,
+    prompts: Sequence[list[int]],
+    drafts: Options,
+    settings: Settings,
+    *,
+    tuned: Options | None = None,
+) -> Iterator[Check]:
     """Run all checks, yielding each when it is done.
 
     Args:
@@ -91,6 +98,7 @@ def prove(target: Target, prompts: Sequence[list[int]], drafts: Options, setting
         prompts: Token ids.
         drafts: Keyword arguments of `generate`.
         settings: What to decode.
+        tuned: The same, for drafts that follow a plan of `decode.tune`: texts and state are checked with them, too.
     """
     sampled = [settings.sampling, *settings.more]
     checks: list[Callable[[], Check]] = [
@@ -99,14 +107,29 @@ def prove(target: Target, prompts: Sequence[list[int]], drafts: Options, setting
         lambda: prove_state(target, prompts, drafts, settings),
         lambda: prove_law(target, prompts[0], drafts, settings),
     ]
+    if tuned is not None:
+        checks += [
+            lambda: _as_tuned(prove_texts("greedy text", target, prompts, tuned, Sampling(), settings)),
+            *(lambda s=s: _as_tuned(prove_seeds(target, prompts, tuned, s, settings)) for s in sampled),
+            lambda: _as_tuned(prove_state(target, prompts, tuned, settings)),
+        ]
     for run in checks:
         check = run()
-        if check.passed and not check.counts["accepted"]:
+        if check.passed and not check.counts["offered"]:
+            check.passed = None
+            steps = _number(check.counts["steps"], "step")
+            check.summary = f"not tested: nothing was drafted in {steps} ({check.summary})"
+        elif check.passed and not check.counts["accepted"]:
             check.warnings.append(
                 f"no draft was accepted in {_number(check.counts['steps'], 'step')}, so this proves little; give "
                 "prompts whose continuation the drafts can guess, or better drafts"
             )
         yield check
+
+
+def _as_tuned(check: Check) -> Check:
+    """Say that drafts followed the plan."""
+    return replace(check, name=f"{check.name}, tuned")
 
 
 def prove_texts(

@@ -22,7 +22,10 @@ and counted, not failed. In float64 there is none.
 --alpha is the probability that the whole command fails though nothing is wrong: only the law is left to chance. Seeds
 are fixed, so the same command gives the same result. Do not try seeds until one passes.
 
-The exit status is 0 if all checks pass, 1 if one fails, 2 if the input is wrong.
+Drafts have a fixed shape: the head's own tree, or a chain. With `match`, where decode.tune has left a plan for this
+machine, texts and state are checked with drafts that follow it, too.
+
+The exit status is 0 if checks pass and none fails, 1 if one fails or nothing was drafted, 2 if the input is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from typing import Any
 from decode.children import Draw
 from decode.draft_model import DraftModel
 from decode.dynamic import DynamicTree
-from decode.generation import DRAFT_LENGTH, stream
+from decode.generation import DRAFT_LENGTH, RULES, draft_chain, stream
 from decode.grow import Chain, Grow, StaticTree
 from decode.lookup import PromptLookup
 from decode.machine import machine
@@ -47,6 +50,7 @@ from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.proofs import TEMPERATURE, Check, Options, Settings, prove
 from decode.sampling import Sampling
 from decode.target import Target
+from decode.tuned import find_plan
 from heads import Head, load_head
 from heads.files import check_writable
 
@@ -76,10 +80,20 @@ def find_drafts(
         kind = "chain" if grow.width == 1 else "tree"
         return drafts | {"head": loaded, "grow": grow}, f"{loaded.kind} head {head}, {kind} of {grow.max_nodes} nodes"
     if draft_model is not None:
-        drafts["draft_model"] = DraftModel.from_pretrained(draft_model, target)
-        return drafts, f"draft model {draft_model}, chain of {DRAFT_LENGTH + 1} nodes"
+        model = DraftModel.from_pretrained(draft_model, target)
+        chain = draft_chain(RULES[accept], DRAFT_LENGTH)
+        drafts |= {"draft_model": model, "grow": chain}
+        return drafts, f"draft model {draft_model}, chain of {chain.max_nodes} nodes"
     assert lookup is not None
     return drafts | {"proposer": PromptLookup(length=lookup)}, f"prompt lookup of up to {lookup} tokens"
+
+
+def find_tuned(target: Target, drafts: Options) -> Options | None:
+    """Return what `generate` is told to follow the drafts' plan for this machine; None if it would not."""
+    made = drafts.get("head", drafts.get("draft_model"))
+    if made is None or drafts["accept"] != "match" or find_plan(made.tuned, target) is None:
+        return None
+    return {name: value for name, value in drafts.items() if name != "grow"}
 
 
 def _grow(head: Head, accept: str) -> Grow:
@@ -118,6 +132,8 @@ def verdict_lines(checks: Sequence[Check], alpha: float) -> list[str]:
     failed = list(dict.fromkeys(check.name for check in checks if check.passed is False))
     passed = list(dict.fromkeys(check.name for check in checks if check.passed))
     line = f"PASS: {', '.join(passed)}. No sign that drafting changes what this model says."
+    if not passed:
+        line = "NOTHING PROVED: nothing was drafted; give prompts whose continuation the drafts can guess."
     if failed:
         line = f"FAIL: {', '.join(failed)}. Drafting changes what this model says, or its state goes wrong: a bug."
     elif any(check.warnings for check in checks):
@@ -207,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         target, prompts, drafts, settings, name = _load(args)
+        tuned = find_tuned(target, drafts)
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -220,13 +237,13 @@ def main(argv: list[str] | None = None) -> int:
     print(*head_lines(facts), sep="\n", flush=True)
     checks = []
     try:
-        for check in prove(target, prompts, drafts, settings):
+        for check in prove(target, prompts, drafts, settings, tuned=tuned):
             checks.append(check)
             print(*check_lines(check), sep="\n", flush=True)
     except KeyboardInterrupt:
         print("stopped: what is not above was not checked", file=sys.stderr)
         return 130
-    passed = all(check.passed is not False for check in checks)
+    passed = any(check.passed for check in checks) and all(check.passed is not False for check in checks)
     print(*verdict_lines(checks, settings.alpha), sep="\n")
     if args.out is not None:
         command = " ".join(["python -m decode.prove", *(argv or sys.argv[1:])])

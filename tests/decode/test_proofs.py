@@ -43,8 +43,8 @@ def test_a_draft_cache_that_is_one_token_short_fails_the_state_check_alone(
 ):
     advance = DraftModelDrafter._advance
 
-    def short(self, session, texts):
-        logits = advance(self, session, texts)
+    def short(self, session, token_ids, lengths):
+        logits = advance(self, session, token_ids, lengths)
         session.cache.lengths = [length - 1 for length in session.cache.lengths]
         return logits
 
@@ -202,9 +202,19 @@ def test_a_near_tie_is_shown_and_counted_and_not_failed(make_tiny_llama, prompts
     assert not prove_texts("greedy text", target, prompts[:1], drafts, Sampling(), QUICK).passed
 
 
-def test_drafts_that_are_never_accepted_are_warned_of(tiny_target, prompts, capsys):
+def test_where_nothing_is_drafted_nothing_is_proved(tiny_target, prompts):
     never = PromptLookup(max_ngram=30, min_ngram=30)
     checks = list(prove(tiny_target, prompts[:2], {"proposer": never}, Settings(max_new_tokens=4, samples=50)))
+    assert outcomes(checks) == [None, None, None, None]
+    assert all(check.summary.startswith("not tested: nothing was drafted in ") for check in checks)
+    assert verdict_lines(checks, 1e-6)[1].startswith("NOTHING PROVED")
+
+
+def test_drafts_that_are_never_accepted_are_warned_of(tiny_target, prompts, oracles, monkeypatch):
+    unlikely = oracles.Scripted(lambda text: [317], 2)
+    state = type(unlikely.begin(1, shared_noise=True))
+    monkeypatch.setattr(state, "check", lambda *arguments: None, raising=False)
+    checks = list(prove(tiny_target, prompts[:2], {"proposer": unlikely}, Settings(max_new_tokens=4, samples=50)))
     assert outcomes(checks) == [True, True, True, True]
     assert all("no draft was accepted" in check.warnings[-1] for check in checks)
     lines = [*(line for check in checks for line in check_lines(check)), *verdict_lines(checks, 1e-6)]
