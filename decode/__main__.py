@@ -91,6 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return _run(args)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     except (ValueError, OSError, UnsupportedTargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -167,6 +170,8 @@ def _run(args: argparse.Namespace) -> int:
         frequency_penalty=args.frequency_penalty,
         seed=args.seed,
     )
+    if args.fixed and args.head is None and args.draft_model is None:
+        raise ValueError("--fixed is for a --head or a --draft-model")
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     target = load_target(args)
     head = None if args.head is None else load_head(args.head, target, keep_weights=False)

@@ -36,9 +36,9 @@ from decode.comparison_table import Summary, summarise, tables
 from decode.costs import CONTEXTS, NODES, measure_costs
 from decode.draft_model import DraftModel
 from decode.machine import machine
-from decode.measure import Result, longest, read_sets, to_ids
+from decode.measure import Result, longest, read_sets, show, to_ids
 from decode.methods import HF, LOOKUP, check_proposers, name_heads, our_ways, select, their_runs
-from decode.options import add_target_options, load_target
+from decode.options import add_target_options, check_distinct, load_target
 from decode.propose import Drafting, Proposer
 from decode.sampling import Sampling
 from decode.target import Target
@@ -74,8 +74,9 @@ def parser() -> argparse.ArgumentParser:
 def load(args: argparse.Namespace, folder: Path) -> tuple[Comparison, ComparisonLog]:
     """Load everything, and refuse what cannot be decoded before anything is."""
     for name in ("temperature", "rows"):
-        if len(set(vars(args)[name])) < len(vars(args)[name]):
-            raise ValueError(f"--{name}: the numbers must differ, got {vars(args)[name]}")
+        check_distinct(name, vars(args)[name])
+    if args.chain < 1:
+        raise ValueError(f"--chain: a chain has at least 1 token, got {args.chain}")
     if min(args.rows) < 1:
         raise ValueError(f"--rows: a batch has at least 1 row, got {args.rows}")
     samplings = {t: Sampling(temperature=t, top_p=args.top_p, seed=args.seed) for t in args.temperature}
@@ -187,16 +188,24 @@ def _run(args: argparse.Namespace, folder: Path, command: str) -> int:
         return 2
     try:
         results = comparison.run(log)
-        rows, place = summarise(results), machine(comparison.target)
-        print(tables(rows), "", *_differences(results), place, sep="\n")
+    except OSError as error:
+        return _cannot_write(folder, error, args)
+    rows, place = summarise(results), machine(comparison.target)
+    lines = [tables(rows), "", *_differences(results), place]
+    status = 1 if any(result.unexcused for result in results if not result.method.startswith(HF)) else 0
+    try:  # before tables are shown, which can fail too
         if args.out:
             _write(folder, rows, results, {"command": command, "machine": place})
-            print(f"wrote comparison.json and {', '.join(_pictures(rows).values())} to {folder}")
+            lines.append(f"wrote comparison.json and {', '.join(_pictures(rows).values())} to {folder}")
     except OSError as error:
-        way_out = "the same command continues" if args.out else "make room, or give --out DIR"
-        print(f"error: cannot write to {folder} ({error}); {way_out}", file=sys.stderr)
-        return 2
-    return 1 if any(result.unexcused for result in results if not result.method.startswith(HF)) else 0
+        status = _cannot_write(folder, error, args)
+    return status if show(*lines) else 2
+
+
+def _cannot_write(folder: Path, error: OSError, args: argparse.Namespace) -> int:
+    way_out = "the same command continues" if args.out else "make room, or give --out DIR"
+    print(f"error: cannot write to {folder} ({error}); {way_out}", file=sys.stderr)
+    return 2
 
 
 def _differences(results: Sequence[Result]) -> list[str]:

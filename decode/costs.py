@@ -7,8 +7,8 @@ slope on a CPU.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -50,8 +50,9 @@ class Cost:
         """Reject what is no measurement."""
         sizes, times = (self.rows, self.context, self.nodes), (self.low, self.seconds, self.high)
         whole = all(isinstance(size, int) and size >= 1 for size in sizes)
-        if not (whole and all(isinstance(span, int | float) and 0 <= span < math.inf for span in times)):
-            raise ValueError(f"a cost has whole numbers of at least 1 and seconds of at least 0, got {self}")
+        spans = all(isinstance(span, int | float) and 0 <= span <= sys.float_info.max for span in times)
+        if not (whole and spans and self.seconds):
+            raise ValueError(f"a cost has whole numbers of at least 1 and seconds above 0, got {self}")
 
 
 class VerifyCosts:
@@ -63,7 +64,7 @@ class VerifyCosts:
         Raises:
             ValueError: If not one node in one row was, which is the unit of everything else, or a pass was twice.
         """
-        if not any(point.rows == point.nodes == 1 and point.seconds > 0 for point in points):
+        if not any(point.rows == point.nodes == 1 for point in points):
             raise ValueError("costs need a point of one row and one node, which is plain decoding")
         if len({(point.rows, point.context, point.nodes) for point in points}) < len(points):
             raise ValueError("costs hold two points of the same rows, context and nodes; leave one out")
@@ -111,13 +112,14 @@ class VerifyCosts:
 def on_lines(points: Sequence[tuple[float, float]], x: float) -> float:
     """Return the value at x of the lines through points in ascending order.
 
-    The outer lines go on, but behind the last point not down: more work is not done faster, only measured so.
+    Before the first point it is that point's: nobody knows how cheap less work is. The last line goes on, but not down:
+    more work is not done faster, only measured so.
     """
-    if len(points) == 1:
+    if len(points) == 1 or x <= points[0][0]:
         return points[0][1]
     pairs = list(itertools.pairwise(points))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
-    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), y1 if x > x1 else 0.0)
+    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), y1 if x > x1 else min(y0, y1))
 
 
 @torch.inference_mode()

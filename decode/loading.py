@@ -48,6 +48,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         place = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
+    if place.type == "meta":
+        raise ValueError("device meta computes nothing; use cpu, cuda or cuda:N")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device} was asked for, but this torch sees no GPU; use cpu")
     return place

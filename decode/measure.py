@@ -171,6 +171,16 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]])
 
 
+def show(*lines: object) -> bool:
+    """Print lines and return True; where standard output takes none, say so: it is no reason to lose what is done."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError as error:
+        print(f"error: cannot write to standard output ({error})", file=sys.stderr)
+        return False
+    return True
+
+
 def write_report(path: Path, report: Mapping[str, Any]) -> bool:
     """Write what a command measured, as JSON, and return True; where that fails, print it: measuring took long."""
     text = json.dumps(report, indent=1) + "\n"

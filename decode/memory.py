@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decode.generation import generate
 from decode.loading import find_device, find_dtype
 from decode.lookup import PromptLookup
-from decode.measure import markdown, write_report
+from decode.measure import markdown, show, write_report
 from decode.options import add_target_options, load_target
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.support import UnsupportedTargetError
@@ -70,14 +70,15 @@ def _theirs(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
     model.to(device).eval()
     prompts = json.load(sys.stdin)
-    ends = [tokenizer.eos_token_id]
+    ends, longest = [tokenizer.eos_token_id], int(model.config.get_text_config().max_position_embeddings)
 
     def run() -> int:
         total = 0
         for ids in prompts:
             prompt = to_device([ids], device)
-            options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "pad_token_id": ends[0] or 0}
-            out = model.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=None, **options)
+            options = {"max_new_tokens": min(args.max_new_tokens, longest - len(ids)), "do_sample": False}
+            options |= {"pad_token_id": ends[0] or 0, "eos_token_id": None}
+            out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
             total += out.shape[1] - len(ids)
         return total
 
@@ -155,6 +156,14 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(run_one(args)))
         return 0
     try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("stopped; nothing is kept", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
         if args.prompts is None:
             raise ValueError("give --prompts, a JSONL file")
         if args.out is not None:
@@ -172,10 +181,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError, UnsupportedTargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(markdown(rows))
-    if args.out is not None:
-        return 0 if write_report(args.out, {"rows": rows}) else 2
-    return 0
+    written = args.out is None or write_report(args.out, {"rows": rows})
+    return 0 if show(markdown(rows)) and written else 2
 
 
 if __name__ == "__main__":

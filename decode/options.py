@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +25,16 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
     parser.add_argument("--compile", action="store_true", help="compile the target's decoder layers; for GPUs")
+
+
+def check_distinct(name: str, numbers: Sequence[float]) -> None:
+    """Refuse numbers that tables, which show six digits, could not tell apart.
+
+    Raises:
+        ValueError: If two are the same.
+    """
+    if len({f"{number:g}" for number in numbers}) < len(numbers):
+        raise ValueError(f"--{name}: the numbers must differ, in their first six digits, got {list(numbers)}")
 
 
 def load_target(args: argparse.Namespace, *, keep_weights: bool = False) -> Target:

@@ -44,7 +44,7 @@ from decode.generation import DRAFT_LENGTH, RULES, draft_chain, stream
 from decode.grow import Chain, Grow, StaticTree
 from decode.lookup import PromptLookup
 from decode.machine import machine
-from decode.measure import write_report
+from decode.measure import show, write_report
 from decode.options import add_target_options, load_target
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.proofs import TEMPERATURE, Check, Options, Settings, prove
@@ -234,24 +234,24 @@ def main(argv: list[str] | None = None) -> int:
         "rule": args.accept,
         "prompts": f"{len(prompts)} of {', '.join(args.prompts)}; up to {args.max_new_tokens} new tokens each",
     }
-    print(*head_lines(facts), sep="\n", flush=True)
+    shown = show(*head_lines(facts))
     checks = []
     try:
         for check in prove(target, prompts, drafts, settings, tuned=tuned):
             checks.append(check)
-            print(*check_lines(check), sep="\n", flush=True)
+            shown = show(*check_lines(check)) and shown
     except KeyboardInterrupt:
         print("stopped: what is not above was not checked", file=sys.stderr)
         return 130
     passed = any(check.passed for check in checks) and all(check.passed is not False for check in checks)
-    print(*verdict_lines(checks, settings.alpha), sep="\n")
+    shown = show(*verdict_lines(checks, settings.alpha)) and shown
     if args.out is not None:
         command = " ".join(["python -m decode.prove", *(argv or sys.argv[1:])])
         written: dict[str, Any] = {"command": command, "machine": place, **facts, "settings": asdict(settings)}
         written |= {"checks": [asdict(check) for check in checks], "passed": passed}
         if not write_report(args.out, written):
             return 2
-    return 0 if passed else 1
+    return 2 if not shown else 0 if passed else 1
 
 
 if __name__ == "__main__":

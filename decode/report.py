@@ -19,7 +19,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decode.measure import ALL
+from decode.measure import ALL, show
 from decode.report_figures import (
     Numbers,
     draw_acceptance,
@@ -40,12 +40,14 @@ Summaries = Sequence[Mapping[str, Any]]
 def speedups(rows: Summaries) -> tuple[Figure, Numbers]:
     """Draw the speed-up of every method and number of rows against the temperature, a panel for each prompt set."""
     sets = list(dict.fromkeys(row["prompts"] for row in rows))
-    figure = _figure(1, len(sets), width=4.0, height=4.5)
+    figure = _figure(1, len(sets), width=4.0, height=4.0)
+    panels = figure.subplots(1, len(sets), squeeze=False, sharey=True)[0]
     numbers: Numbers = {}
-    for axes, name in zip(figure.subplots(1, len(sets), squeeze=False, sharey=True)[0], sets, strict=True):
+    for axes, name in zip(panels, sets, strict=True):
         axes.set_title(name, parse_math=False)
         numbers[name] = draw_speedups(axes, [row for row in rows if row["prompts"] == name])
-    name_lines(figure, axes)
+    panels[0].set_ylabel("speed-up over plain decoding")
+    name_lines(figure, panels[0])
     return figure, numbers
 
 
@@ -166,7 +168,10 @@ def _titled(plan: Plan, device: str) -> Callable[[], tuple[Figure, Numbers]]:
 
 def _plans(head: Path) -> dict[str, Plan]:
     """Return a head's plans in the present format."""
-    plans = {key: Plan.read(plan) for key, plan in read_plans(head).items() if plan.get("format") == FORMAT}
+    try:
+        plans = {key: Plan.read(plan) for key, plan in read_plans(head).items() if plan.get("format") == FORMAT}
+    except ValueError as error:
+        raise ValueError(f"{head}: {error}") from error
     if not plans:
         raise ValueError(
             f"{head} holds no {TUNED} of this version; run `python -m decode.tune TARGET --head {head} …` first"
@@ -210,8 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {', '.join(names)} to {args.folder}")
-    return 0
+    return 0 if show(f"wrote {', '.join(names)} to {args.folder}") else 2
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,14 @@ def _legend(axes: Axes, size: str = "small") -> None:
 
 
 def name_lines(figure: Figure, axes: Axes) -> None:
-    """Name below the whole figure what one of its panels shows."""
-    if (lines := axes.get_legend_handles_labels())[0]:
-        columns = max(1, int(figure.get_figwidth() / 3))
-        show_as_text(figure.legend(*lines, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"))
+    """Name below the whole figure what one of its panels shows, and make room for it."""
+    handles, names = axes.get_legend_handles_labels()
+    if not names:
+        return
+    columns = max(1, int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, names)))))  # inches of one column
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(names) / columns))
+    legend = figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
+    show_as_text(legend)
 
 
 def draw_costs(axes: Axes, plan: Plan) -> Numbers:
@@ -88,6 +93,7 @@ def draw_speedups(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> Numbers:
         mine = [row for row in drawn if (row["method"], row["rows"]) == (method, batch)]
         if not mine:
             continue
+        mine.sort(key=lambda row: row["temperature"])
         values, lows, highs = zip(*(row["speedup"] for row in mine), strict=True)
         below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
         above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
@@ -101,12 +107,12 @@ def draw_speedups(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> Numbers:
             label=name,
             color=colours[(place if len(batches) == 1 else batches.index(batch)) % len(colours)],
             marker=MARKS[style % len(MARKS)],
-            linestyle=LINES[style % len(LINES)],
+            linestyle=LINES[(style + style // len(MARKS)) % len(LINES)],  # with the mark, another for 40 methods
             elinewidth=0.8,
         )
         numbers[name] = {f"{t:g}": value for t, value in zip(temperatures, values, strict=True)}
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(xlabel="temperature", ylabel="speed-up over plain decoding")
+    axes.set_xlabel("temperature")
     return numbers
 
 

@@ -23,8 +23,9 @@ from decode.formulas import break_even
 from decode.grow import Chain
 from decode.intervals import Interval, ratio_interval
 from decode.machine import machine
+from decode.measure import show
 from decode.methods import check_proposers
-from decode.options import add_target_options, load_target
+from decode.options import add_target_options, check_distinct, load_target
 from decode.prompts import read_prompts, to_token_ids, token_limits
 from decode.propose import Drafting, Drafts
 from decode.ranks import acceptance, rank_texts
@@ -186,7 +187,14 @@ def _words(numbers: Sequence[int]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 1 if a text differs from plain decoding's without a near tie."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parser().parse_args(argv)
+    try:
+        return _run(parser().parse_args(argv), argv)
+    except KeyboardInterrupt:
+        print("stopped; a plan is kept from when it was said to be written", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         target, drafts, prompts, settings = _load(args)
         plan = tune(target, drafts, prompts, settings)
@@ -194,31 +202,35 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     plan = replace(plan, made={"command": " ".join(["python -m decode.tune", *argv]), **plan.made})
-    folder, key = Path(args.head or args.draft_model), plan_key(target)
-    print(tables(plan))
-    if not args.dry_run and not _write(folder, key, plan):
+    key = plan_key(target)
+    if not _keep(args, key, plan, tables(plan)):
         return 2
     if not settings.checked:
         return 0
     some = [prompts[i * len(prompts) // settings.checked] for i in range(settings.checked)]
-    # behind the writing: what was found is kept, come what may
     plan = check(target, drafts, some, plan, max_new_tokens=settings.max_new_tokens, seed=settings.seed)
-    print("", checked_table(plan), sep="\n")
-    if not args.dry_run and not _write(folder, key, plan):
+    if not _keep(args, key, plan, "", checked_table(plan)):
         return 2
     return 1 if any(found["checked"]["unexcused"] for found in plan.made["by_temperature"].values()) else 0
 
 
-def _write(folder: Path, key: str, plan: Plan) -> bool:
-    """Write the plan and return True; where that fails, print it: measuring took long."""
+def _keep(args: argparse.Namespace, key: str, plan: Plan, *lines: str) -> bool:
+    """Write the plan, then show what it says: what was measured for minutes is kept before anything can go wrong.
+
+    Where it cannot be written it is printed.
+    """
+    folder = Path(args.head or args.draft_model)
+    if args.dry_run:
+        return show(*lines)
     try:
         write_plan(folder, key, plan)
     except (OSError, ValueError) as error:
+        show(*lines)
         print(f"error: cannot write the plan ({error}); it follows, for {folder / TUNED}", file=sys.stderr)
-        print(json.dumps({key: asdict(plan)}))
+        show(json.dumps({key: asdict(plan)}))
         return False
-    print(f"\nwrote the plan for {key} to {folder / TUNED}, where `generate` and `python -m decode` find it")
-    return True
+    said = f"wrote the plan for {key} to {folder / TUNED}, where `generate` and `python -m decode` find it"
+    return show(*lines, "", said)
 
 
 def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Settings]:
@@ -236,6 +248,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Se
         )
     for temperature in args.temperature:
         Sampling(temperature=temperature)
+    check_distinct("temperature", sorted(set(args.temperature)))
     texts = read_prompts(args.prompts, limit=args.num)
     target = load_target(args)
     drafts: Drafts

@@ -77,7 +77,7 @@ class Plan:
                     plan.arm(arm, float(temperature))
             _check_ranks(arms)
             _check_choices(choices, len(arms))
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"{TUNED} holds no plan ({error!r}); delete it or run decode.tune again") from error
         return plan
 

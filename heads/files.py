@@ -39,5 +39,8 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: If it cannot.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(f"{path.parent} is a file, but should be a folder, for {path.name}") from None
     path.open("a").close()

@@ -1,6 +1,7 @@
 """Oracles and proposers that the decode tests share."""
 
 import importlib
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -236,6 +237,19 @@ def oracles() -> SimpleNamespace:
         anti_draft=anti_draft,
         chi_square_p=chi_square_p,
     )
+
+
+class Full(io.StringIO):
+    """A standard output on a disk that is full."""
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def fill_stdout(monkeypatch):
+    """A function from whose call on standard output is full (a fixture alone would be undone by pytest's own)."""
+    return lambda: monkeypatch.setattr("sys.stdout", Full())
 
 
 def save_medusa(path: Path, target: Target, tree=None) -> None:

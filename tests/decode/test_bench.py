@@ -141,6 +141,7 @@ def test_it_prints_the_overall_tables_and_says_how_it_was_measured(finished):
                 "Drafts: their cost (a plain step is 1), and the share accepted at each depth that was reached",
             )
         ),
+        "Speed-up by rows and temperature",
         *("Throughput by rows of the batch; plain decoding with 1 is 1", "Share of the time"),
     ]
     header, _, plain, *others = [line for line in tables[0].splitlines() if line.startswith("|")]
@@ -202,6 +203,7 @@ def test_transformers_is_measured_as_shipped_and_packed_at_temperature_0_only(be
     [
         (["--temperature", "1", "1"], "--temperature: the numbers must differ"),
         (["--rows", "2", "2"], "--rows: the numbers must differ"),
+        (["--temperature", "0.12345671", "0.12345672"], "--temperature: the numbers must differ, in their first six"),
         (["--rows", "0"], "a batch has at least 1 row"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-p", "0"], "top_p"),
@@ -260,7 +262,7 @@ def test_heads_of_another_target_and_heads_given_twice_are_refused(bench_files, 
     assert "a head is given twice" in capsys.readouterr().err
 
 
-def test_results_are_printed_before_they_are_written_and_drawn(bench_files, tmp_path, monkeypatch, capsys):
+def test_results_are_printed_where_they_cannot_be_written(bench_files, tmp_path, monkeypatch, capsys):
     def fail(rows, path):
         raise OSError(28, "No space left on device")
 
@@ -270,6 +272,13 @@ def test_results_are_printed_before_they_are_written_and_drawn(bench_files, tmp_
     assert out.startswith("## All 3 prompts")
     assert "wrote" not in out
     assert f"cannot write to {tmp_path}" in error
+
+
+def test_results_are_written_where_they_cannot_be_printed(bench_files, tmp_path, capsys, fill_stdout):
+    fill_stdout()
+    assert main(bench_files.command("--methods", "plain", "--out", tmp_path, heads=[], new_tokens=2)) == 2
+    assert "error: cannot write to standard output ([Errno 28]" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"raw.jsonl", "comparison.json", "comparison.png"}
 
 
 def test_the_old_command_says_how_to_call_the_new_one(bench_files, tmp_path, capsys):

@@ -7,6 +7,7 @@ import pytest
 import decode.__main__ as command
 from decode import DynamicTree, PromptLookup, Sampling, Target, generate
 from decode.__main__ import main
+from decode.results import Delta
 from heads import save_head
 
 
@@ -131,6 +132,18 @@ def test_lookup_without_a_number_weighs_what_was_measured(saved, capsys, monkeyp
         assert all(point.seconds > 0 for point in proposer.costs.points)
 
 
+def test_an_interrupt_is_one_line(saved, capsys, monkeypatch):
+    def stop(*arguments, **options):
+        yield Delta(0, "the", [5], None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "stream", stop)
+    assert main([saved[0], "x"]) == 130
+    out, err = capsys.readouterr()
+    assert out == "the"
+    assert err.endswith("\nstopped\n")
+
+
 def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
     folder, head, _ = saved
     arguments = [folder, "the cat", "--head", head, "--accept", "typical", "--max-new-tokens", "8"]
@@ -156,6 +169,9 @@ def test_typical_acceptance_is_labelled_not_exact(saved, capsys):
         (["no/such/target", "x"], "no/such/target"),
         (["TARGET", "x", "--dtype", "float23"], "float23"),
         (["TARGET", "x", "--device", "warp"], "warp"),
+        (["TARGET", "x", "--device", "meta"], "device meta computes nothing; use cpu"),
+        (["TARGET", "x", "--fixed"], "--fixed is for a --head or a --draft-model"),
+        (["TARGET", "x", "--fixed", "--lookup"], "--fixed is for a --head or a --draft-model"),
         (["TARGET", "x", "--draft-model", "no/such/model"], "no/such/model"),
         (["TARGET", "x", "--draft-model", "TARGET", "--draft-length", "0"], "at least 1 token"),
         (["TARGET", "x", "--draft-length", "3"], "are for a --draft-model"),

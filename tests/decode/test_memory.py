@@ -41,6 +41,22 @@ def test_each_way_decodes_all_prompts_to_the_last_token(files, monkeypatch, way)
     assert 0 < found["loaded"] <= found["peak"] + 1  # the system counts in batches
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_decodes_beyond_the_targets_context(files, monkeypatch, way):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([list(range(5, 255))])))
+    arguments = [word if word != "7" else "20" for word in files.arguments]
+    assert run_one(parser().parse_args([*arguments, "--one", way]))["tokens"] == 256 - 250
+
+
+def test_an_interrupt_is_one_line(files, monkeypatch, capsys):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", stop)
+    assert main(files.command) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped; nothing is kept"
+
+
 @pytest.mark.parametrize("way", [LOOKUP, HEAD])
 def test_the_way_that_is_asked_for_decodes(files, monkeypatch, way):
     seen = []

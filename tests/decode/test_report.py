@@ -6,12 +6,13 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from decode.comparison_table import summarise
 from decode.measure import Answer, Result
-from decode.report import main
-from decode.report_figures import draw_gaps, token_gaps
+from decode.report import main, speedups
+from decode.report_figures import draw_gaps, draw_speedups, token_gaps
 from decode.results import Stats
 from decode.tuned import Choice, Plan, TunedArm, write_plan
 from heads.checkpoint import TUNED
@@ -236,3 +237,33 @@ def test_files_that_cannot_be_written_are_an_error(tmp_path, capsys, name):
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert name in error
+
+
+def test_temperatures_are_drawn_in_order_whatever_order_they_were_measured_in():
+    rows = [asdict(row) for row in summarise(results())]
+    axes = Figure().subplots()
+    draw_speedups(axes, [row for row in reversed(rows) if row["prompts"] == "all"])
+    lines = {container.get_label(): container.lines[0].get_xdata().tolist() for container in axes.containers}
+    assert lines[f"{HEAD}, 1 row"] == lines[f"{HEAD}, 8 rows"] == [0.0, 1.0]
+
+
+def test_forty_methods_look_different_and_their_names_do_not_take_the_panels_room():
+    first = next(asdict(row) for row in summarise(results((1,))) if row.method == HEAD)
+    figures = []
+    for number in (2, 40):
+        figure, _ = speedups([{**first, "method": f"{HEAD} {n}"} for n in range(number)])
+        figures.append(figure)
+        FigureCanvasAgg(figure).draw()
+    lines = [container.lines[0] for container in figures[1].axes[0].containers]
+    assert len({(line.get_marker(), line.get_linestyle()) for line in lines}) == 40
+    few, many = (figure.axes[0].get_window_extent().height for figure in figures)
+    assert many > 0.9 * few
+    assert len({text.get_text() for text in figures[1].legends[0].get_texts()}) == 40
+
+
+def test_a_head_whose_plan_is_damaged_is_named(tmp_path, capsys):
+    write(tmp_path, results((1,)))
+    good, bad = tuned(tmp_path / "good", "a CPU"), tuned(tmp_path / "bad", "a CPU")
+    (bad / TUNED).write_text((bad / TUNED).read_text().replace('"reach"', '"rich"'))
+    assert main([str(tmp_path), "--head", str(good), str(bad)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {bad}: {TUNED} holds no plan (")

@@ -214,6 +214,23 @@ def test_a_plan_that_cannot_be_written_is_printed(folders, capsys, monkeypatch):
     assert [choice.rows for choice in find_plan(drafts["head"].tuned, target).choices] == [1]
 
 
+def test_a_plan_whose_tables_cannot_be_shown_is_kept(folders, capsys, fill_stdout):
+    target, _ = load(folders, "medusa")
+    fill_stdout()
+    assert main(arguments(folders, "medusa", "--temperature", "0", "--rows", "1")) == 2
+    assert "error: cannot write to standard output ([Errno 28]" in capsys.readouterr().err
+    assert find_plan(read_plans(folders / "medusa"), target) is not None
+
+
+def test_an_interrupt_is_one_line(folders, capsys, monkeypatch):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("decode.tune.tune", stop)
+    assert main(arguments(folders, "medusa")) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("stopped; ")
+
+
 def test_a_second_plan_replaces_the_first_and_leaves_those_of_other_devices(folders):
     target, _ = load(folders, "medusa")
     other = {"another device, float32": {"arms": []}, plan_key(target): {"arms": []}}

@@ -268,6 +268,8 @@ DAMAGED = [
     *(edit(*POINT, name, value=value) for name in ("rows", "seconds") for value in (..., None, "1", -1)),
     edit("costs", value=[]),
     edit(*POINT, "nodes", value=2),
+    *(edit(*place, value=10**400) for place in ((*ARM, "costs", "1", "1"), (*CHOICE, "speedup"), (*POINT, "seconds"))),
+    edit(*ARM, "reach", "1", value=[10**400]),
     edit("costs", 1, "nodes", value=1),
 ]
 
