@@ -243,7 +243,8 @@ class Full(io.StringIO):
     """A standard output on a disk that is full."""
 
     def flush(self) -> None:
-        raise OSError(28, "No space left on device")
+        if self.getvalue():  # libraries flush what they have not written to
+            raise OSError(28, "No space left on device")
 
 
 @pytest.fixture
