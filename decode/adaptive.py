@@ -85,6 +85,8 @@ class Adaptive:
     """Plain steps after drafts have ceased to pay, before they are tried again."""
     trial: int = 2
     """Steps of a trial; it goes on for as long as its drafts gain what they cost."""
+    margin: float = 0.03
+    """How much more than plain decoding a tree must promise. The best of many estimates is too good."""
     risk: float = 0.015
     """Share of the time that trials may lose: the next one comes when plain steps have made up for the last."""
 
@@ -94,7 +96,7 @@ class Adaptive:
             raise ValueError("a controller needs at least one way of drafting; to draft nothing, leave it out")
         for arm in self.arms:
             Drafting(self.head, arm.grow)
-        for name, least in (("prior", 0.0), ("half_life", 1.0)):
+        for name, least in (("prior", 0.0), ("half_life", 1.0), ("margin", 0.0)):
             value = vars(self)[name]
             if not isinstance(value, int | float) or not least <= value < math.inf:
                 raise ValueError(f"{name} must be a number of at least {least:g} and finite, got {value!r}")
@@ -170,7 +172,7 @@ class Control:
         gains = [self._estimates.tokens_per_step(arm) / arm.cost(rows) for arm in settings.arms]
         gain, best = max(zip(gains, settings.arms, strict=True), key=lambda pair: pair[0])
         self._used = best
-        if gain > 1.0:
+        if gain > 1.0 + settings.margin:
             self._pause, self._trial = settings.pause, 0
         elif self._trial and (self._trial < settings.trial or self._balance >= 0):
             self._trial += 1

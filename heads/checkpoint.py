@@ -163,9 +163,7 @@ def load_head(
     head.tuned = read_plans(folder)
     device = target.lm_head.get_parameter("weight").device
     head = head.to(device=device, dtype=dtype).eval()
-    packed = pack_linears(head)
-    if not keep_weights:
-        packed.release()
+    pack_linears(head, keep_weights=keep_weights)
     return head
 
 
