@@ -47,7 +47,7 @@ def speedups(rows: Summaries) -> tuple[Figure, Numbers]:
         axes.set_title(name, parse_math=False)
         numbers[name] = draw_speedups(axes, [row for row in rows if row["prompts"] == name])
     panels[0].set_ylabel("speed-up over plain decoding")
-    name_lines(figure, panels[0])
+    name_lines(figure, *panels[0].get_legend_handles_labels())
     return figure, numbers
 
 
@@ -84,6 +84,7 @@ def _by_temperature(rows: Summaries, draw: Callable[[Axes, Summaries], Numbers])
     for axes, temperature in zip(figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True):
         axes.set_title(f"T={temperature:g}")
         numbers[f"T={temperature:g}"] = draw(axes, [row for row in rows if row["temperature"] == temperature])
+        axes.label_outer()  # one name of the axis is enough
     return figure, numbers
 
 
@@ -103,8 +104,8 @@ def gaps(raw: Sequence[Mapping[str, Any]]) -> tuple[Figure, Numbers]:
 
 def costs(plan: Plan) -> tuple[Figure, Numbers]:
     """Draw what a target pass costs, and the chosen trees."""
-    figure = _figure(1, 1, width=7.0, height=5.0)
-    return figure, draw_costs(figure.subplots(), plan)
+    figure = _figure(1, 1, width=7.0, height=4.5)
+    return figure, draw_costs(figure, plan)
 
 
 def _overall(rows: Summaries) -> list[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,7 +18,7 @@ from decode.chart import show_as_text
 from decode.costs import VerifyCosts
 from decode.methods import PLAIN
 from decode.tune_tables import name_way
-from decode.tuned import Choice, Plan
+from decode.tuned import Plan
 
 Numbers = dict[str, Any]
 Bursts = Sequence[Sequence[tuple[float, int]]]
@@ -31,9 +32,8 @@ def _legend(axes: Axes, size: str = "small") -> None:
         show_as_text(axes.legend(frameon=False, fontsize=size))
 
 
-def name_lines(figure: Figure, axes: Axes) -> None:
-    """Name below the whole figure what one of its panels shows, and make room for it."""
-    handles, names = axes.get_legend_handles_labels()
+def name_lines(figure: Figure, handles: Sequence[Artist], names: Sequence[str]) -> None:
+    """Name below the whole figure what its panels show, and make room for it."""
     if not names:
         return
     columns = max(1, int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, names)))))  # inches of one column
@@ -42,8 +42,9 @@ def name_lines(figure: Figure, axes: Axes) -> None:
     show_as_text(legend)
 
 
-def draw_costs(axes: Axes, plan: Plan) -> Numbers:
+def draw_costs(figure: Figure, plan: Plan) -> Numbers:
     """Draw the cost of a pass against its nodes, by rows and context, and the chosen trees on it."""
+    axes = figure.subplots()
     costs = VerifyCosts.read(plan.costs)
     numbers: Numbers = {}
     for rows in sorted({point.rows for point in costs.points}):
@@ -55,25 +56,34 @@ def draw_costs(axes: Axes, plan: Plan) -> Numbers:
             axes.plot([p.nodes for p in curve], [p.seconds / unit for p in curve], marker=".", label=name)
             low, high = [p.low / unit for p in curve], [p.high / unit for p in curve]
             axes.fill_between([p.nodes for p in curve], low, high, alpha=0.15)
-    for choice in plan.choices:
-        if choice.rows == 1 and choice.arm is not None:
-            numbers[f"chosen at T={choice.temperature:g}"] = _mark(axes, plan, choice, costs)
+    _legend(axes)
+    curves = len(axes.lines)
+    numbers |= _mark_choices(axes, plan, costs)
+    name_lines(figure, axes.lines[curves:], [str(mark.get_label()) for mark in axes.lines[curves:]])
     axes.set(
         xlabel="nodes of each row's tree", ylabel="time of a target pass (one node = 1)", xscale="log", yscale="log"
     )
-    _legend(axes)
+    nodes = [nodes for nodes in (1, 2, 4, 8, 16, 32, 64) if nodes <= max(point.nodes for point in costs.points)]
+    axes.set_xticks(nodes, list(map(str, nodes)))
+    axes.minorticks_off()
     return numbers
 
 
-def _mark(axes: Axes, plan: Plan, choice: Choice, costs: VerifyCosts) -> str:
-    """Mark a choice for one row on the curve, and return its name."""
-    assert choice.arm is not None
-    way = plan.arms[choice.arm].way
-    nodes = way["size"] if isinstance(way, Mapping) else len(way) + 1
-    name = name_way(way)
-    label = f"T={choice.temperature:g}: {name}"
-    axes.plot([nodes], [costs.relative(1, nodes)], "o", ms=9, mfc="none", mew=2, color="black", label=label)
-    return name
+def _mark_choices(axes: Axes, plan: Plan, costs: VerifyCosts) -> Numbers:
+    """Mark the trees that were chosen for one row on its curve, each with its temperatures, and return their names."""
+    names: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
+    for choice in plan.choices:
+        if choice.rows == 1 and choice.arm is not None:
+            way = plan.arms[choice.arm].way
+            sizes[name_way(way)] = int(way["size"]) if isinstance(way, Mapping) else len(way) + 1
+            names.setdefault(name_way(way), []).append(choice.temperature)
+    for place, (name, temperatures) in enumerate(names.items()):
+        label = f"T={', '.join(f'{temperature:g}' for temperature in temperatures)}: {name}"
+        look: dict[str, Any] = {"mfc": "none", "mew": 1.5, "ms": 8 + 3 * place, "color": "black", "linestyle": "none"}
+        nodes = sizes[name]
+        axes.plot([nodes], [costs.relative(1, nodes)], marker=MARKS[place % len(MARKS)], label=label, **look)
+    return {f"chosen at T={t:g}": name for name, temperatures in names.items() for t in temperatures}
 
 
 def draw_speedups(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> Numbers:
