@@ -47,11 +47,12 @@ def gumbel(keys: Sequence[int], token_ids: Tensor) -> Tensor:
     """
     signed = [k - (1 << 64) if k >= 1 << 63 else k for k in keys]
     state = to_device(signed, token_ids.device)[:, None] + (token_ids + 1) * _signed(_GOLDEN)
+    shifted = torch.empty_like(state)
     for shift, factor in _ROUNDS:
-        state = (state ^ _shift_right(state, shift)) * _signed(factor)
-    state = state ^ _shift_right(state, 31)
-    u = (_shift_right(state, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(u))
+        state.bitwise_xor_(_shift_right(state, shift, shifted)).mul_(_signed(factor))
+    state.bitwise_xor_(_shift_right(state, 31, shifted))
+    u = _shift_right(state, 12, shifted).double().add_(0.5).mul_(2.0**-52)
+    return u.log_().neg_().log_().neg_()
 
 
 def _mix(state: int) -> int:
@@ -64,6 +65,6 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _shift_right(x: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Logical shift of int64, into `out`: a vocabulary's worth of memory costs as much as the shift."""
+    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)

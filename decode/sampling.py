@@ -210,10 +210,12 @@ class Sampler:
         scores = self.scores(logits, path)[0]
         if self.sampling.greedy:
             return int(scores.argmax())
-        kept = scores.isfinite().nonzero()[:, 0]
-        position = len(self.context) + len(path)
-        perturbed = scores[kept].double() + noise.gumbel([self.key(noise.TARGET, position)], kept)[0]
-        return int(kept[perturbed.argmax()])
+        key = self.key(noise.TARGET, len(self.context) + len(path))
+        kept = scores.isfinite()
+        if bool(kept.all()):
+            return int(noise.gumbel([key], torch.arange(len(scores), device=scores.device))[0].add_(scores).argmax())
+        ids = kept.nonzero()[:, 0]
+        return int(ids[noise.gumbel([key], ids)[0].add_(scores[ids]).argmax()])
 
     def choices(self, logits: Tensor, depths: Sequence[int]) -> Tensor:
         """Return what `choose` would at nodes of these depths, without asking the device: [N, V] -> [N].
