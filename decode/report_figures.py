@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from decode.chart import show_as_text
 from decode.costs import VerifyCosts
 from decode.methods import PLAIN
+from decode.propose import to_grow
 from decode.tune_tables import name_way
 from decode.tuned import Plan
 
@@ -76,7 +77,7 @@ def _mark_choices(axes: Axes, plan: Plan, costs: VerifyCosts) -> Numbers:
     for choice in plan.choices:
         if choice.rows == 1 and choice.arm is not None:
             way = plan.arms[choice.arm].way
-            sizes[name_way(way)] = int(way["size"]) if isinstance(way, Mapping) else len(way) + 1
+            sizes[name_way(way)] = to_grow(way).max_nodes
             names.setdefault(name_way(way), []).append(choice.temperature)
     for place, (name, temperatures) in enumerate(names.items()):
         label = f"T={', '.join(f'{temperature:g}' for temperature in temperatures)}: {name}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from decode.costs import VerifyCosts
 from decode.measure import markdown
+from decode.propose import to_grow
 from decode.tuned import Choice, Plan
 
 
@@ -80,10 +81,10 @@ def _name(plan: Plan, choice: Choice) -> str:
 
 
 def name_way(way: Sequence[Sequence[int]] | Mapping[str, float]) -> str:
-    """Say which tree is drafted."""
+    """Say which tree is drafted, with as many nodes as it can have."""
     if isinstance(way, Mapping):
         unsure = f", confidence {way['confidence']:g}" if way.get("confidence") else ""
-        return f"dynamic tree of {way['size']:g}, depth {way['depth']:g}, width {way['width']:g}{unsure}"
+        return f"dynamic tree of {to_grow(way).max_nodes}, depth {way['depth']:g}, width {way['width']:g}{unsure}"
     chain = all(set(path) == {0} for path in way)
     return f"chain of {len(way)}" if chain else f"static tree of {len(way) + 1}"
 

@@ -19,6 +19,7 @@ def test_ways_are_named_by_their_nodes():
     assert name_way([[0], [1], [0, 0]]) == "static tree of 4"
     settings = {"depth": 5, "width": 4, "size": 16, "confidence": 0.0}
     assert name_way(settings) == "dynamic tree of 16, depth 5, width 4"
+    assert name_way({**settings, "depth": 1}) == "dynamic tree of 5, depth 1, width 4"  # a root and four children
     assert name_way({**settings, "confidence": 0.06}) == "dynamic tree of 16, depth 5, width 4, confidence 0.06"
 
 
