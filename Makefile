@@ -1,4 +1,4 @@
-# make quickstart   install, get SmolLM2, distil, train Medusa heads, decode with and without them (CPU, about 10 minutes)
+# make quickstart   install, get SmolLM2, distil, train Medusa heads, decode with and without them (CPU, 10 to 13 minutes)
 # make test         install and run the tests (5 minutes on 2 idle cores after the install)
 # make test-long    the wide versions of the exactness suites (5 more, and the real model)
 # make lint         ruff and mypy
@@ -31,10 +31,10 @@ quickstart: $(INSTALLED) $(MODEL)/config.json
 	$(VENV)/bin/accelerate launch --config_file configs/accelerate/cpu.yaml train/medusa.py \
 		--config configs/medusa/quickstart.yaml
 	@echo "3/4 choose the draft tree that is fastest on this machine"
-	$(PYTHON) -m decode.tune $(MODEL) --head runs/quickstart/last --prompts data/prompts/calibration.jsonl --num 8 \
+	$(PYTHON) -m decode.tune $(MODEL) --head runs/quickstart/best --prompts data/prompts/calibration.jsonl --num 8 \
 		--max-new-tokens 64
 	@echo "4/4 decode held-out prompts with and without the heads"
-	$(PYTHON) -m decode.bench $(MODEL) --head runs/quickstart/last --prompts data/prompts/held_out.jsonl --num 6 \
+	$(PYTHON) -m decode.bench $(MODEL) --head runs/quickstart/best --prompts data/prompts/held_out.jsonl --num 6 \
 		--max-new-tokens 64 --out runs/quickstart/bench
 
 test: $(INSTALLED) $(MODEL)/config.json

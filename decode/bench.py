@@ -61,7 +61,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--num", type=int, default=20, help="first prompts of each file (default 20)")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="default 0; several are compared")
-    p.add_argument("--rows", type=int, nargs="+", default=[1], help="prompts decoded together (default 1); or several")
+    p.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="prompts decoded together (default 1); or several; the last batch of a file may be smaller",
+    )
     p.add_argument("--methods", nargs="+", help="only these besides plain, by the beginnings of their names")
     p.add_argument("--chain", type=int, default=4, help="tokens in the heads' chains (default 4)")
     p.add_argument("--lookup", type=int, metavar="N", help="also prompt lookup that always proposes N tokens")

@@ -81,7 +81,8 @@ def _by_temperature(rows: Summaries, draw: Callable[[Axes, Summaries], Numbers])
     temperatures = sorted({row["temperature"] for row in rows})
     figure = _figure(1, len(temperatures), width=5.0, height=4.0)
     numbers: Numbers = {}
-    for axes, temperature in zip(figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True):
+    panels = figure.subplots(1, len(temperatures), squeeze=False, sharey=True)[0]
+    for axes, temperature in zip(panels, temperatures, strict=True):
         axes.set_title(f"T={temperature:g}")
         numbers[f"T={temperature:g}"] = draw(axes, [row for row in rows if row["temperature"] == temperature])
         axes.label_outer()  # one name of the axis is enough

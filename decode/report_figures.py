@@ -66,6 +66,8 @@ def draw_costs(figure: Figure, plan: Plan) -> Numbers:
     )
     nodes = [nodes for nodes in (1, 2, 4, 8, 16, 32, 64) if nodes <= max(point.nodes for point in costs.points)]
     axes.set_xticks(nodes, list(map(str, nodes)))
+    times = [time for time in (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16) if time <= axes.get_ylim()[1]]
+    axes.set_yticks(times, [f"{time:g}" for time in times])
     axes.minorticks_off()
     return numbers
 

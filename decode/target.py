@@ -26,6 +26,7 @@ from decode.masks import additive_mask, slot_positions
 from decode.session import Session, TargetOutput
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
+from heads.memory import give_back
 from heads.packing import PackedModules
 
 
@@ -80,6 +81,7 @@ class Target:
             if not parameter.is_meta:
                 parameter.data = parameter.data.clone()
         packed.repack()
+        give_back()
 
     @classmethod
     def from_pretrained(

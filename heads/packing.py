@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from heads.memory import give_back
 from heads.products import PackedProduct, can_pack, may_use
 
 
@@ -127,6 +128,7 @@ def pack_linears(model: nn.Module, *, keep_weights: bool = True) -> PackedModule
     packed = PackedModules(forwards)
     if not keep_weights:
         packed.release()
+        give_back()
     return packed
 
 

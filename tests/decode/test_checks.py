@@ -199,8 +199,8 @@ def test_a_stale_slot_in_the_draft_models_cache_is_named(tiny_target, draft, mon
     """Of two rows the second has an accepted token's K/V replaced by its neighbour's."""
     advance, calls = DraftModelDrafter._advance, []
 
-    def harmful(self, session, texts):
-        logits = advance(self, session, texts)
+    def harmful(self, session, token_ids, lengths):
+        logits = advance(self, session, token_ids, lengths)
         calls.append(self)
         if len(calls) == 2:
             with torch.inference_mode():

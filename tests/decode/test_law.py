@@ -17,7 +17,9 @@ def table_target(rows: list[list[float]], dtype=torch.float64) -> SimpleNamespac
     """A model whose logits depend on the last token only."""
     table = torch.tensor(rows, dtype=dtype)
     return SimpleNamespace(
-        model=lambda input_ids, use_cache: SimpleNamespace(logits=table[input_ids]), dtype=dtype, device="cpu"
+        model=lambda input_ids, use_cache: SimpleNamespace(logits=table[input_ids]),
+        dtype=dtype,
+        device=torch.device("cpu"),
     )
 
 
