@@ -8,7 +8,6 @@ probe at construction that compares a tree pass with plain forwards.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Sequence
 from functools import cached_property
@@ -26,6 +25,7 @@ from decode.masks import additive_mask, slot_positions
 from decode.session import Session, TargetOutput
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
+from heads.fingerprint import fingerprint
 from heads.memory import give_back
 from heads.packing import PackedModules
 
@@ -182,12 +182,9 @@ class Target:
     @cached_property
     def fingerprint(self) -> str:
         """Short hash of sizes and a sample of every weight, equal for float32 and bfloat16 copies."""
-        digest = hashlib.sha256(f"{self.vocab_size} {self.hidden_size} {self._config.num_hidden_layers}".encode())
-        for name, parameter in sorted(self.model.named_parameters()):
-            flat = parameter.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // 64)].to(torch.bfloat16).cpu()
-            digest.update(name.encode() + sample.view(torch.int16).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        weights = dict(self.model.named_parameters())
+        layers = int(self._config.num_hidden_layers)
+        return fingerprint(self.vocab_size, self.hidden_size, layers, weights, weights.__getitem__)
 
     def session(self, rows: int, capacity: int, feature_layers: Sequence[int] = ()) -> Session:
         """Open a session of `rows` sequences of at most `capacity` tokens each, their largest trees included.

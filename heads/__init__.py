@@ -4,8 +4,10 @@ A head is one file here that ends in `HEAD = …`; it is found by its file name.
 only.
 """
 
+from heads.adopt import adopt
 from heads.base import Drafter, FeatureBatch, Head, HeadConfig, HeadOutput, Lender, create_head, head_class
 from heads.checkpoint import HeadNotes, load_head, read_notes, save_head, write_notes
+from heads.export import export
 
 __all__ = [
     "Drafter",
@@ -15,7 +17,9 @@ __all__ = [
     "HeadNotes",
     "HeadOutput",
     "Lender",
+    "adopt",
     "create_head",
+    "export",
     "head_class",
     "load_head",
     "read_notes",

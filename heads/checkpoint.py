@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -75,6 +76,18 @@ def save_head(
     write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))
 
 
+def read_target(path: str | Path) -> tuple[str, str]:
+    """Return the type of the head in the folder `path`, and the name of the target it was trained for."""
+    config = _read_config(Path(path))
+    return config["type"], config["target"]["name"]
+
+
+def stored_dtype(path: str | Path) -> torch.dtype:
+    """Return the precision in which the weights of the head folder `path` are stored; the widest, if they are mixed."""
+    found = [tensor.dtype for tensor in _read_weights(Path(path)).values() if tensor.is_floating_point()]
+    return reduce(torch.promote_types, found or [torch.float32])
+
+
 def read_notes(path: str | Path) -> HeadNotes:
     """Return what the head folder `path` records beside its weights."""
     config = _read_config(Path(path))
@@ -137,21 +150,14 @@ def load_head(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} does not describe a {config['type']} head: {error}") from error
     _check_target(folder, config["target"], head_config.hidden_size, head_config.vocab_size, target, check_target)
-    weights = folder / WEIGHTS
-    try:
-        weights.open("rb").close()  # safetensors says of what may not be read that it is not there
-        state = load_file(weights)
-    except FileNotFoundError:
-        raise ValueError(
-            f"{folder} is not a complete head folder: {WEIGHTS} is missing; train or copy it again"
-        ) from None
-    except SafetensorError as error:
-        raise ValueError(f"{weights} is damaged ({error}); copy or train the head again") from error
+    state = _read_weights(folder)
     try:
         head = kind(head_config, target)
     except (RuntimeError, TypeError, ValueError) as error:  # sizes that no memory, or no integer of torch, holds
         raise ValueError(f"cannot make the {config['type']} head of {folder}: {error}") from error
-    _check_keys(weights, head, state)
+    weights = folder / WEIGHTS
+    if wrong := differences(head, state):
+        raise ValueError(f"{weights} does not fit its {CONFIG}: {wrong}; the folder mixes two heads, or was edited")
     if head.vocabulary is not None:
         try:
             head.set_vocabulary(state["vocabulary"].long())
@@ -165,6 +171,19 @@ def load_head(
     head = head.to(device=device, dtype=dtype).eval()
     pack_linears(head, keep_weights=keep_weights)
     return head
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights = folder / WEIGHTS
+    try:
+        weights.open("rb").close()  # safetensors says of what may not be read that it is not there
+        return dict(load_file(weights))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} is not a complete head folder: {WEIGHTS} is missing; train or copy it again"
+        ) from None
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is damaged ({error}); copy or train the head again") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -260,7 +279,8 @@ def _check_target(
         )
 
 
-def _check_keys(path: Path, head: Head, state: Mapping[str, torch.Tensor]) -> None:
+def differences(head: Head, state: Mapping[str, torch.Tensor]) -> str:
+    """Return how a state dict differs from the head's own in keys and shapes; empty if it does not."""
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
@@ -269,8 +289,6 @@ def _check_keys(path: Path, head: Head, state: Mapping[str, torch.Tensor]) -> No
         for name in expected
         if found.get(name, expected[name]) != expected[name]
     ]
-    if missing or unexpected or shapes:
-        raise ValueError(
-            f"{path} does not fit its {CONFIG}: missing {missing}, unexpected {unexpected}, wrong shapes {shapes}; "
-            "the folder mixes two heads, or was edited"
-        )
+    if not (missing or unexpected or shapes):
+        return ""
+    return f"missing {missing}, unexpected {unexpected}, wrong shapes {shapes}"

@@ -26,6 +26,8 @@ class EagleConfig(FeatureHeadConfig):
 
     feature_weight: float = 1.0
     """Weight of the smooth-L1 distance between the drafted and the target's own feature, averaged over D."""
+    fc_bias: bool = False
+    """Whether the product that mixes tokens and features has a bias, as in the paper's heads. vLLM reads none."""
     losses: Mapping[str, float] = field(default_factory=lambda: {"kl": 0.1})
     noise: float = 0.2
     """Range of the uniform noise on the target's features in training, against the errors of drafted ones. The paper's
@@ -51,7 +53,7 @@ class EagleHead(FeatureHead):
         super().__init__(config, target)
         self.lent_weight()  # refuses a target whose lm_head the head cannot use
         size = config.hidden_size
-        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config, size)])
 
     def fuse(self, hidden: Tensor, features: Tensor | None) -> Tensor:

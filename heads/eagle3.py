@@ -27,6 +27,8 @@ class Eagle3Config(FeatureHeadConfig):
     unroll: int = 4
     own_lm_head: bool = True
     """Whether the head trains an output projection of its own, started from the target's."""
+    norm_before_residual: bool = False
+    """Whether the residual stream starts from the normalised feature, as in heads of the speculators library."""
 
     def __post_init__(self) -> None:
         """Reject layers in no order."""
@@ -87,10 +89,12 @@ class Eagle3Head(FeatureHead):
         return fused
 
     def layer_input(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both, normalised, side by side; the residual is the feature."""
+        """Return both, normalised, side by side; the residual is the feature, normalised or not."""
         layer = self.layer
         assert isinstance(layer, Eagle3Layer)
-        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(feature)], dim=-1), feature
+        normed = layer.hidden_norm(feature)
+        residual = normed if self.config.norm_before_residual else feature
+        return torch.cat([layer.input_layernorm(embedded), normed], dim=-1), residual
 
     def output_states(self, feature: Tensor) -> Tensor:
         """Normalise; what is fed back is not normalised."""

@@ -57,6 +57,7 @@ class Transformers:
             self.layer.hidden_norm = LlamaRMSNorm(D, SHAPE["rms_norm_eps"])
             for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
                 setattr(self.layer.self_attn, name, nn.Linear(2 * D, heads * SHAPE["head_dim"], bias=False))
+            self.norm_before_residual = head.config.norm_before_residual
             self.norm, self.lm_head = LlamaRMSNorm(D, SHAPE["rms_norm_eps"]), nn.Linear(D, V, bias=False)
             self.norm.weight.data, self.lm_head.weight.data = head.norm.weight.data, head.projection.weight.data
         self.layer.load_state_dict(weights, strict=True)
@@ -70,7 +71,8 @@ class Transformers:
             x = self.layer(self.fc(torch.cat([embedded, features], dim=-1)), position_embeddings=places)
             return self.lm_head(x[0, -1]), x[0, -1]
         pair = torch.cat([self.layer.input_layernorm(embedded), self.layer.hidden_norm(features)], dim=-1)
-        x = features + self.layer.self_attn(pair, position_embeddings=places)[0]
+        residual = self.layer.hidden_norm(features) if self.norm_before_residual else features
+        x = residual + self.layer.self_attn(pair, position_embeddings=places)[0]
         x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
         return self.lm_head(self.norm(x[0, -1])), x[0, -1]
 
@@ -116,10 +118,13 @@ def near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("eagle", {}), ("eagle", {"fc_bias": True}), ("eagle3", {}), ("eagle3", {"norm_before_residual": True})],
+)
 @torch.no_grad()
-def test_drafts_are_those_of_transformers_own_layer(kind, target):
-    head, generator = make_head(kind, target), torch.Generator().manual_seed(2)
+def test_drafts_are_those_of_transformers_own_layer(kind, options, target):
+    head, generator = make_head(kind, target, **options), torch.Generator().manual_seed(2)
     reference, drafter = Transformers(head, target), head.drafter()
     ids = torch.randint(V, (40,), generator=generator)
     final, inner = states_of(target, ids[:-1])

@@ -42,10 +42,14 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "eagle": {
         "eagle": Variant({"max_depth": 3}, tokens_only={"feature_weight": 0.0}),
         "eagle-unrolled": Variant({"max_depth": 4, "unroll": 3}, tokens_only={"feature_weight": 0.0}),
+        "eagle-bias": Variant({"max_depth": 3, "fc_bias": True}, tokens_only={"feature_weight": 0.0}),
     },
     "eagle3": {
         "eagle3": Variant({"max_depth": 4, "unroll": 3, "feature_layers": (1, 2)}),
         "eagle3-shared": Variant({"max_depth": 3, "unroll": 2, "feature_layers": (2,), "own_lm_head": False}),
+        "eagle3-normed": Variant(
+            {"max_depth": 3, "unroll": 2, "feature_layers": (1, 2), "norm_before_residual": True}, lr=0.01
+        ),
     },
 }
 CASES = [(kind, name) for kind in KINDS for name in VARIANTS.get(kind, {kind: Variant()})]

@@ -1,0 +1,115 @@
+"""From a head's folder to an engine's: which heads and which options each format takes, and writing it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.base import Head
+from heads.checkpoint import TUNED, load_head, read_target, stored_dtype
+from heads.export.commands import serve_head, serve_model
+from heads.export.gguf import write_gguf
+from heads.files import write_atomically
+from heads.formats import FORMATS, eagle3
+from heads.formats.folder import CONFIG, read_config, write_folder
+from heads.formats.target_files import TargetFiles
+
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "eagle3": ("target", "dtype"),
+    "speculators": ("target", "dtype", "tokens"),
+    "medusa": ("target", "dtype"),
+    "eagle": ("target", "dtype", "engine"),
+    "hf": ("target",),
+    "gguf": ("target", "dtype", "llama_cpp"),
+}
+"""What each format takes."""
+FLAGS = {"target": "--target", "dtype": "--dtype", "tokens": "--tokens", "engine": "--for", "llama_cpp": "--llama-cpp"}
+NEEDED = {
+    "eagle": ("engine", "'vllm' or 'sglang', which want different configs"),
+    "gguf": ("llama_cpp", "the folder of llama.cpp, whose converter writes the file"),
+}
+HEAD_TYPES = {name: module.HEAD_TYPE for name, module in FORMATS.items()} | {"gguf": eagle3.HEAD_TYPE}
+NOBODY = {
+    "hydra": "no inference engine loads Hydra heads; their authors' code (zankner/Hydra) and `decode` do. For vLLM, "
+    "SGLang or llama.cpp train EAGLE-3"
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What there is to say of an export."""
+
+    notes: list[str]
+    """What is lost or differs there, in sentences."""
+    commands: list[tuple[str, str]]
+    """Engines and how to start them."""
+
+
+def write(head: str | Path, out: str | Path, *, to: str, options: Mapping[str, Any]) -> Written:
+    """Write a head or a draft model for engines; see `heads.export`, also for errors."""
+    _check_options(to, options)
+    if Path(out).resolve() == Path(head).resolve():
+        raise ValueError(f"{out} is the head's own folder; export to another")
+    if "model_type" in read_config(head):
+        if to != "hf":
+            raise ValueError(f"{head} is a model, not a head; as a draft model it is exported to 'hf', not to {to!r}")
+        return _copy_model(Path(head), Path(out), options["target"])
+    kind, recorded = read_target(head)
+    formats = [name for name, read in HEAD_TYPES.items() if read == kind]
+    if not formats:
+        raise ValueError(NOBODY.get(kind, f"there is no format for {kind} heads"))
+    if to not in formats:
+        raise ValueError(f"{head} is of type {kind}, which is exported to {' or '.join(formats)}, not to {to}")
+    target = TargetFiles(recorded if options["target"] is None else options["target"])
+    stored = stored_dtype(head)
+    return _write_head(load_head(head, target, dtype=stored), target, out, to, options)
+
+
+def _check_options(to: str, options: Mapping[str, Any]) -> None:
+    if to not in OPTIONS:
+        raise ValueError(f"unknown format {to!r}; there are {', '.join(OPTIONS)}")
+    for name, value in options.items():
+        if value is not None and name not in OPTIONS[to]:
+            raise ValueError(f"the format {to} takes no {name} ({FLAGS[name]}); leave it out")
+    name, what = NEEDED.get(to, ("", ""))
+    if name and options[name] is None:
+        raise ValueError(f"the format {to} needs {name} ({FLAGS[name]}): {what}")
+    if options["dtype"] not in (None, *DTYPES):
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {options['dtype']}")
+
+
+def _write_head(head: Head, target: TargetFiles, out: str | Path, to: str, options: Mapping[str, Any]) -> Written:
+    dtype = head.dtype if options["dtype"] is None else options["dtype"]
+    if to == "gguf":
+        foreign = eagle3.to_engine(head, target)  # type: ignore[arg-type]
+        write_gguf(foreign, target, Path(out), dtype=dtype, llama_cpp=Path(options["llama_cpp"]))
+        foreign.notes = []  # of others
+    else:
+        chosen = {name: options[name] for name in ("engine", "tokens") if options[name] is not None}
+        foreign = FORMATS[to].to_engine(head, target, **chosen)
+        write_folder(foreign, out, dtype=dtype)
+    return Written(foreign.notes, serve_head(to, head, str(out), target.name, options["engine"]))
+
+
+def _copy_model(folder: Path, out: Path, target: str | Path | None) -> Written:
+    """Copy a draft model without what `decode.tune` measured; the config comes last, so that nobody loads a half."""
+    model = TargetFiles(folder)  # complete
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; choose another folder, or empty this one")
+    notes = []
+    if target is not None:
+        sizes = [files.number("vocab_size") for files in (model, TargetFiles(target))]
+        if sizes[0] != sizes[1]:
+            notes.append(f"vLLM refuses it: its vocabulary has {sizes[0]} tokens, the target's {sizes[1]}")
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / TUNED]
+    for file in sorted(files, key=lambda file: file == folder / CONFIG):
+        place = out / file.relative_to(folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, lambda temporary, file=file: shutil.copyfile(file, temporary))  # type: ignore[misc]
+    return Written(notes, serve_model(str(out), "TARGET" if target is None else str(target)))

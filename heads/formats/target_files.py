@@ -1,0 +1,171 @@
+"""A target as its files: what exporting and adopting heads need of it, without loading the model.
+
+Weights are read one at a time, and only embedding and lm_head are kept, so that heads of a target that fits no machine
+at hand can be converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from heads.fingerprint import fingerprint
+from heads.formats.folder import WEIGHTS, read_config, tensor_names
+
+INDEX = f"{WEIGHTS}.index.json"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+LM_HEADS = ("lm_head.weight", "embed_out.weight")
+RENAMED = {"embed_out.weight": "lm_head.weight"}
+"""Names in files that transformers' models call otherwise."""
+BARE, EXPERTS = (*EMBEDDINGS, "language_model."), ".experts."
+"""Names that modules do not have: without the model's own name before them, and of experts, which are one module."""
+BUFFERS = (".rotary_emb.inv_freq",)
+"""Ends of names in old files that are no weights."""
+
+
+class TargetFiles:
+    """The folder of a causal LM as `save_pretrained` writes it; lends heads its embedding and lm_head (`heads.Lender`).
+
+    Its fingerprint needs files that name weights as transformers' modules do, or as `RENAMED` says; others are refused.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read the config and the names of the weights.
+
+        Args:
+            folder: Folder, or name on the hub, whose files are then downloaded.
+
+        Raises:
+            ValueError: If there is no such model, or it has no weights in safetensors.
+        """
+        self.name = str(folder)
+        self.folder = find_model(folder)
+        self.config: Mapping[str, Any] = read_config(self.folder)
+        self._files = dict(self._names())
+        if not self._files:
+            raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}; save the target with save_pretrained first")
+
+    def _names(self) -> Iterator[tuple[str, Path]]:
+        index, single = self.folder / INDEX, self.folder / WEIGHTS
+        files = [single] if single.is_file() else []
+        if index.is_file():  # a folder may hold the same weights a second time, in files of another kind
+            files = sorted({self.folder / str(file) for file in _weight_map(self.folder).values()})
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing, which {index.name} names; copy the target again")
+            yield from ((name, file) for name in tensor_names(file) if not name.endswith(BUFFERS))
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of the language model, of a model that has others beside it too."""
+        text: Mapping[str, Any] = self.config.get("text_config", self.config)
+        return text
+
+    def number(self, *names: str) -> int:
+        """Return a number of the config, under the first name that it has.
+
+        Raises:
+            ValueError: If it has none.
+        """
+        for name in names:
+            if isinstance(self.text_config.get(name), int):
+                return int(self.text_config[name])
+        raise ValueError(f"the config.json of {self.name} must have a number {' or '.join(names)}")
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.number("num_hidden_layers", "n_layer")
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a weight by its name."""
+        with safe_open(self._files[name], framework="pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+        return found
+
+    @cached_property
+    def embed(self) -> nn.Embedding:
+        """Token embedding."""
+        weight = self.tensor(self._only(EMBEDDINGS, "token embedding"))
+        module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        return module
+
+    @cached_property
+    def _tied(self) -> bool:
+        """Whether the lm_head is the embedding."""
+        if not any(name.endswith(LM_HEADS) for name in self._files):
+            return True
+        says = self.config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings"))
+        return torch.equal(self.embed.weight, self._lm_head_weight()) if says is None else bool(says)
+
+    def _lm_head_weight(self) -> Tensor:
+        return self.tensor(self._only(LM_HEADS, "lm_head"))
+
+    @cached_property
+    def lm_head(self) -> nn.Linear:
+        """Output projection; the embedding's weight where they are tied."""
+        weight = self.embed.weight if self._tied else self._lm_head_weight()
+        bias = [name for name in self._files if name.endswith("lm_head.bias")]
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(bias), device="meta")
+        module.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias:
+            module.bias = nn.Parameter(self.tensor(bias[0]), requires_grad=False)
+        return module
+
+    def _only(self, endings: tuple[str, ...], what: str) -> str:
+        names = [name for name in self._files if name.endswith(endings)]
+        if len(names) != 1:
+            raise ValueError(
+                f"cannot tell the {what} of {self.name}: expected one name that ends in {' or '.join(endings)}, "
+                f"found {names}"
+            )
+        return names[0]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """As `decode.Target` has it.
+
+        Raises:
+            ValueError: If the files cannot tell.
+        """
+        if strange := [name for name in self._files if name.startswith(BARE) or EXPERTS in name]:
+            raise ValueError(
+                f"the files of {self.name} name weights otherwise than transformers' modules ({strange[0]}), so that "
+                "nobody can tell by them which target it is: save it with save_pretrained; for mixtures of experts, "
+                "heads cannot be exported and adopted yet"
+            )
+        names = [name for name in self._files if not (self._tied and name.endswith(LM_HEADS))]
+        files = {RENAMED.get(name, name): name for name in names}
+        vocab_size, hidden_size = self.lm_head.weight.shape
+        return fingerprint(vocab_size, hidden_size, self.num_layers, files, lambda name: self.tensor(files[name]))
+
+
+def find_model(name: str | Path) -> Path:
+    """Return the folder of a model, downloaded if it is no folder but the name of one on the hub.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download  # slow to import, and a folder needs it not
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"{name} is neither a model folder nor a model that the hub has ({first})") from error
+
+
+def _weight_map(folder: Path) -> Mapping[str, Any]:
+    found = read_config(folder, INDEX).get("weight_map")
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / INDEX} has no weight_map; copy the target again")
+    return found
