@@ -7,8 +7,8 @@ Intervals are 95 % bootstrap intervals over batches.
 Methods: plain decoding; prompt lookup that chooses its length by what passes cost here, and with --lookup N one that
 always proposes N tokens; each head as a chain and as its own tree (a small one if it has none); chains from the draft
 model; where decode.tune has left a plan for this machine, the tree that it chose and the one that adapts to the text.
-At temperature 0 with 1 row also transformers' generate, as it ships and on the packed weights, with its own prompt
-lookup and with the draft model as its assistant. Numbers in names of chains and trees are nodes, the root included.
+At temperature 0 with 1 row also transformers' generate, as it ships and on packed or compiled layers, with its own
+prompt lookup and with the draft model as its assistant. Numbers in names of chains and trees are nodes, root included.
 
 DIR gets raw.jsonl (a line for each batch), comparison.json and a picture for each number of rows. A run that was
 killed, or found the disk full, continues with the same command. The exit status is 1 if a text of ours differs without

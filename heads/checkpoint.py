@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from heads.base import Head, HeadConfig, Lender, Tree, head_class
 from heads.files import write_atomically
+from heads.memory import give_back
 from heads.packing import pack_linears
 
 CONFIG, WEIGHTS, TUNED = "config.json", "model.safetensors", "tuned.json"
@@ -169,7 +170,10 @@ def load_head(
     head.tuned = read_plans(folder)
     device = target.lm_head.get_parameter("weight").device
     head = head.to(device=device, dtype=dtype).eval()
-    pack_linears(head, keep_weights=keep_weights)
+    packed = pack_linears(head)
+    if not keep_weights:
+        packed.release()
+        give_back()
     return head
 
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from heads.memory import give_back
 from heads.products import PackedProduct, can_pack, may_use
 
 
@@ -104,32 +103,18 @@ class SharedInput(nn.Module, ABC):
         """These layers, as they are given to `outputs`."""
 
 
-def pack_linears(model: nn.Module, *, keep_weights: bool = True) -> PackedModules:
+def pack_linears(model: nn.Module) -> PackedModules:
     """Pack the float32 linear layers of a model on a CPU, in place; those of each `SharedInput` together.
 
     Embeddings and subclasses of `nn.Linear` (quantised layers, adapters) are left alone, as are models on other
     devices.
-
-    Args:
-        model: The model.
-        keep_weights: See `PackedModules.release`. Those of each product are given up before the next is packed, which
-            can take their memory.
     """
     groups = [module.same_input for module in model.modules() if isinstance(module, SharedInput)]
     groups = [group for group in groups if all(map(can_pack, group))]
     grouped = set(chain.from_iterable(groups))
     groups += [(module,) for module in model.modules() if can_pack(module) and module not in grouped]
-    forwards: list[tuple[nn.Module, PackedForward]] = []
-    for group in groups:
-        product = PackedProduct(group)
-        if not keep_weights:
-            product.release()
-        forwards += [(linear, PackedLinear(linear, product)) for linear in group]
-    packed = PackedModules(forwards)
-    if not keep_weights:
-        packed.release()
-        give_back()
-    return packed
+    products = [(group, PackedProduct(group)) for group in groups]
+    return PackedModules([(linear, PackedLinear(linear, product)) for group, product in products for linear in group])
 
 
 def outputs(linears: tuple[nn.Linear, ...], x: Tensor) -> Sequence[Tensor]:
