@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add_target_options(p)
     p.add_argument("prompt", nargs="?", help="the prompt; standard input if left out")
     drafts = p.add_mutually_exclusive_group()
-    drafts.add_argument("--head", help="folder of a trained head")
+    drafts.add_argument("--head", help="folder of a trained head, or its name on the hub")
     drafts.add_argument(
         "--draft-model", metavar="DIR", help="small model with the target's tokenizer, folder or hub name"
     )

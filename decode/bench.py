@@ -45,6 +45,7 @@ from decode.target import Target
 from heads import load_head
 from heads.checkpoint import WEIGHTS, read_plans
 from heads.files import check_writable
+from heads.hub import find_head
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m decode.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_target_options(p)
-    p.add_argument("--head", nargs="+", default=[], metavar="DIR", help="head folders, all of this target")
+    p.add_argument("--head", nargs="+", default=[], metavar="DIR", help="head folders or hub names, all of this target")
     p.add_argument("--draft-model", metavar="DIR", help="small model with the target's tokenizer; drafts chains")
     p.add_argument(
         "--prompts", nargs="+", required=True, help="JSONL rows with `messages`, `conversations`, `turns` or `prompt`"
@@ -147,7 +148,7 @@ def _settings(args: argparse.Namespace, comparison: Comparison, methods: Mapping
     draft_model = comparison.draft_model
     return {
         "methods": methods,
-        "heads": [_digest((Path(folder) / WEIGHTS).read_bytes()) for folder in args.head],
+        "heads": [_digest((find_head(folder, WEIGHTS) / WEIGHTS).read_bytes()) for folder in args.head],
         "target": comparison.target.fingerprint,
         "draft_model": None if draft_model is None else draft_model.model.fingerprint,
         "prompts": _digest(json.dumps(comparison.sets).encode()),

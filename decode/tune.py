@@ -38,6 +38,7 @@ from decode.tune_tables import checked_table, tables
 from decode.tuned import Choice, Plan, TunedArm, plan_key, write_plan
 from heads import load_head
 from heads.checkpoint import TUNED
+from heads.hub import is_hub_name
 
 
 @dataclass(frozen=True)
@@ -241,10 +242,12 @@ def _load(args: argparse.Namespace) -> tuple[Target, Drafts, list[list[int]], Se
     for name in ("rows", "context"):
         if min(vars(args)[name]) < 1:
             raise ValueError(f"--{name} takes numbers of at least 1, got {vars(args)[name]}")
-    if args.draft_model is not None and not args.dry_run and not Path(args.draft_model).is_dir():
+    name = args.head or args.draft_model
+    elsewhere = is_hub_name(name) if args.head else not Path(name).is_dir()  # a mistyped head folder is called so below
+    if elsewhere and not args.dry_run:
         raise ValueError(
-            f"{args.draft_model} is no folder, so no plan can be kept in it; download it and give the folder, or add "
-            "--dry-run"
+            f"{name} is no folder, so no plan can be kept in it; download it (hf download {name} --local-dir FOLDER) "
+            "and give the folder, or add --dry-run"
         )
     for temperature in args.temperature:
         Sampling(temperature=temperature)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from heads.base import Head, HeadConfig, Lender, Tree, head_class
 from heads.files import write_atomically
+from heads.hub import find_head
 from heads.memory import give_back
 from heads.packing import pack_linears
 
@@ -78,20 +79,20 @@ def save_head(
 
 
 def read_target(path: str | Path) -> tuple[str, str]:
-    """Return the type of the head in the folder `path`, and the name of the target it was trained for."""
-    config = _read_config(Path(path))
+    """Return the type of the head in the folder `path` (or hub name), and the name of the target it was trained for."""
+    config = _read_config(find_head(path, CONFIG))
     return config["type"], config["target"]["name"]
 
 
 def stored_dtype(path: str | Path) -> torch.dtype:
     """Return the precision in which the weights of the head folder `path` are stored; the widest, if they are mixed."""
-    found = [tensor.dtype for tensor in _read_weights(Path(path)).values() if tensor.is_floating_point()]
+    found = [tensor.dtype for tensor in _read_weights(find_head(path, WEIGHTS)).values() if tensor.is_floating_point()]
     return reduce(torch.promote_types, found or [torch.float32])
 
 
 def read_notes(path: str | Path) -> HeadNotes:
-    """Return what the head folder `path` records beside its weights."""
-    config = _read_config(Path(path))
+    """Return what the head folder `path` (or hub name) records beside its weights."""
+    config = _read_config(find_head(path, CONFIG))
     return HeadNotes(training=config["training"], measured=config["measured"], tree=config["tree"])
 
 
@@ -103,12 +104,12 @@ def write_notes(path: str | Path, notes: HeadNotes) -> None:
 
 
 def read_plans(path: str | Path) -> dict[str, Any]:
-    """Return what `decode.tune` has written to a folder, by device and precision; empty if nothing.
+    """Return what `decode.tune` has written to a folder (or hub name), by device and precision; empty if nothing.
 
     Raises:
         ValueError: If the file is damaged.
     """
-    file = Path(path) / TUNED
+    file = find_head(path, CONFIG, TUNED) / TUNED
     if not file.is_file():
         return {}
     try:
@@ -131,7 +132,7 @@ def load_head(
     """Load the head folder `path` for `target`, on a CPU with its linear layers packed (`heads.packing`).
 
     Args:
-        path: A folder written by `save_head`.
+        path: A folder written by `save_head`, or its name on the hub.
         target: The target it was trained for; lends its embedding and lm_head.
         dtype: Precision of the loaded weights.
         check_target: Refuse a target whose fingerprint differs. Switch off only for the same weights in a precision
@@ -143,7 +144,7 @@ def load_head(
         ValueError: If the folder is incomplete or damaged, a key is missing, unexpected or of the wrong shape, or the
             target is not the one the head was trained for.
     """
-    folder = Path(path)
+    folder = find_head(path, CONFIG, WEIGHTS, TUNED)
     config = _read_config(folder)
     kind = head_class(config["type"])
     try:

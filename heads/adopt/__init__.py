@@ -14,9 +14,10 @@ from heads.base import Head, create_head, head_class
 from heads.checkpoint import HeadNotes, differences, read_notes, save_head
 from heads.formats import FORMATS
 from heads.formats.eagle3 import LAYER
-from heads.formats.folder import Foreign, read_folder
+from heads.formats.folder import PICKLES, Foreign, read_folder
 from heads.formats.medusa import is_medusa
 from heads.formats.target_files import BUFFERS, TargetFiles
+from heads.hub import find_head
 
 MARK = "adopted from"
 
@@ -25,7 +26,7 @@ def adopt(src: str | Path, out: str | Path, *, target: str | Path, aux: str | No
     """Make a head folder of a head in an engine's format, which is found out, and return what differs, in sentences.
 
     Args:
-        src: Folder of the head.
+        src: Folder of the head, or its name on the hub.
         out: Head folder to write. An earlier adoption there is replaced, nothing else.
         target: Folder or hub name of the target that the head was trained for. The model is not loaded.
         aux: Whose meaning the decoder layers in the `eagle_config` of an EAGLE-3 head have, "vllm" or "sglang"; needed
@@ -36,7 +37,7 @@ def adopt(src: str | Path, out: str | Path, *, target: str | Path, aux: str | No
             this target, or `out` holds something else.
     """
     _check_out(Path(out), Path(src))
-    foreign = read_folder(src)
+    foreign = read_folder(find_head(src, "*.json", "*.safetensors", *PICKLES))
     name = detect(foreign)
     module = FORMATS[name]
     if aux is not None and name != "eagle3":

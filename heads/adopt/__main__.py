@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m heads.adopt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("src", help="folder of a head in an engine's format")
+    p.add_argument("src", help="folder of a head in an engine's format, or its name on the hub")
     p.add_argument("out", help="head folder to write")
     p.add_argument("--target", required=True, metavar="DIR", help="folder or hub name of the target it was trained for")
     p.add_argument("--aux", choices=MEANINGS, help="whose meaning the layers in eagle_config have; asked for if needed")

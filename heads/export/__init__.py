@@ -23,7 +23,7 @@ def export(
     """Write a head as engines load it, and return what is lost or differs there, in sentences.
 
     Args:
-        head: Head folder, or for "hf" the folder of a draft model.
+        head: Head folder, or for "hf" the folder of a draft model; or the name of either on the hub.
         out: Folder to write, or for "gguf" the file. An earlier export there is replaced, nothing else.
         to: "eagle3", "speculators", "medusa", "eagle", "hf" or "gguf".
         target: Folder or hub name of the target; by default as the head's folder names it. The model is not loaded.

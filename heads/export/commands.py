@@ -13,9 +13,16 @@ from heads.formats.folder import MAP_FILE
 from heads.formats.speculators import TOKENS
 from heads.medusa import MedusaConfig
 
+DTYPE = "bfloat16"
+"""Where nobody knows the target's."""
+PATHS = ("eagle-", "eagle3", "dflash", "dspark")
+"""In the path of a draft, by which vLLM tells what it is."""
 
-def serve_head(to: str, head: Head, out: str, target: str, engine: str | None) -> list[tuple[str, str]]:
-    """Return engines and commands for a head.
+
+def serve_head(
+    to: str, head: Head, out: str, target: str, engine: str | None, *, dtype: str = DTYPE, folder: str | None = None
+) -> list[tuple[str, str]]:
+    """Return engines and commands for a head; several commands are several lines.
 
     Args:
         to: The format.
@@ -23,37 +30,51 @@ def serve_head(to: str, head: Head, out: str, target: str, engine: str | None) -
         out: Where it was written.
         target: Name of its target.
         engine: The one it was written for, in a format that is one engine's only.
+        dtype: Precision of the target, which SGLang must be told, as it would take the head's for the head.
+        folder: Of the target, by default its name; llama.cpp's converter takes no other.
     """
     config = head.config
     if isinstance(config, MedusaConfig):
         return [("vLLM", _vllm(target, "medusa", out, config.num_heads))]
     assert isinstance(config, FeatureHeadConfig)
     tokens = min(TOKENS, config.max_depth)
+    model = target if folder is None else folder
     if to == "gguf":
-        return [("llama.cpp", _llama_cpp("TARGET.gguf", out, "draft-eagle3", tokens))]
+        return [("llama.cpp", "\n".join([_convert(model, "target.gguf"), _llama_cpp(out, "draft-eagle3", tokens)]))]
     if to == "speculators":
         return [("vLLM", _words("vllm", "serve", out))]
     token_map = [] if head.vocabulary is None else ["--speculative-token-map", f"{out}/{MAP_FILE}"]
     if engine == "sglang":
-        return [("SGLang", _sglang(target, "EAGLE", out, *token_map))]
+        return [("SGLang", _sglang(target, "EAGLE", out, dtype, tokens, *token_map))]
     if engine == "vllm":
         return [("vLLM", _vllm(target, "eagle", out, tokens))]
     assert isinstance(config, Eagle3Config)
     found = [("vLLM", _vllm(target, "eagle3", out, tokens))]
     if not config.norm_before_residual:
-        found.append(("SGLang", _sglang(target, "EAGLE3", out)))
+        found.append(("SGLang", _sglang(target, "EAGLE3", out, dtype, tokens)))
     if len(config.feature_layers) == 3:
-        found.append(("llama.cpp", _convert(out, "--target-model-dir", target)))
+        convert = _convert(out, "head.gguf", "--target-model-dir", model)
+        lines = [convert, _convert(model, "target.gguf"), _llama_cpp("head.gguf", "draft-eagle3", tokens)]
+        found.append(("llama.cpp", "\n".join(lines)))
     return found
 
 
-def serve_model(out: str, target: str) -> list[tuple[str, str]]:
-    """Return engines and commands for a draft model."""
+def serve_model(out: str, target: str, *, dtype: str = DTYPE, folder: str | None = None) -> list[tuple[str, str]]:
+    """Return engines and commands for a draft model; see `serve_head`."""
+    converted = [_convert(out, "draft.gguf"), _convert(target if folder is None else folder, "target.gguf")]
     return [
         ("vLLM", _vllm(target, "draft_model", out, TOKENS)),
-        ("SGLang", _sglang(target, "STANDALONE", out)),
-        ("llama.cpp", f"{_convert(out)} && {_llama_cpp('TARGET.gguf', 'DRAFT.gguf', 'draft-simple', TOKENS)}"),
+        ("SGLang", _sglang(target, "STANDALONE", out, dtype, TOKENS)),
+        ("llama.cpp", "\n".join([*converted, _llama_cpp("draft.gguf", "draft-simple", TOKENS)])),
     ]
+
+
+def misread(to: str, out: str) -> list[str]:
+    """Return what a path makes of a draft, in sentences; nothing if it is a good one."""
+    found = [part for part in PATHS if part in out.lower()]
+    if not found or to not in ("medusa", "hf"):
+        return []
+    return [f"vLLM takes it for something else as long as {found[0]!r} is in its path, {out}: move it"]
 
 
 def _words(*words: str) -> str:
@@ -65,16 +86,18 @@ def _vllm(target: str, method: str, out: str, tokens: int) -> str:
     return _words("vllm", "serve", target, "--speculative-config", json.dumps(config))
 
 
-def _sglang(target: str, algorithm: str, out: str, *more: str) -> str:
-    server = ("python", "-m", "sglang.launch_server", "--model-path", target)
+def _sglang(target: str, algorithm: str, out: str, dtype: str, tokens: int, *more: str) -> str:
+    """Return a command that drafts a chain; its three numbers go together."""
     draft = ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", out)
-    return _words(*server, *draft, *more)
+    numbers = {"num-steps": tokens, "eagle-topk": 1, "num-draft-tokens": tokens + 1}
+    flags = [word for name, number in numbers.items() for word in (f"--speculative-{name}", str(number))]
+    return _words("sglang", "serve", "--model-path", target, "--dtype", dtype, *draft, *flags, *more)
 
 
-def _convert(out: str, *more: str) -> str:
-    return _words("python", "convert_hf_to_gguf.py", out, *more, "--outtype", "f32")
+def _convert(folder: str, file: str, *more: str) -> str:
+    return _words("python", "convert_hf_to_gguf.py", folder, *more, "--outfile", file)
 
 
-def _llama_cpp(target: str, draft: str, kind: str, tokens: int) -> str:
+def _llama_cpp(draft: str, kind: str, tokens: int) -> str:
     drafts = ("--spec-type", kind, "--spec-draft-n-max", str(tokens))
-    return _words("llama-speculative-simple", "-m", target, "-md", draft, *drafts)
+    return _words("llama-server", "-m", "target.gguf", "-md", draft, *drafts)

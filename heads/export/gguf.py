@@ -60,4 +60,8 @@ def _run(command: list[str], out: Path) -> None:
         return
     out.unlink(missing_ok=True)
     says = "\n".join((done.stderr or done.stdout).strip().splitlines()[-10:])
-    raise ValueError(f"{SCRIPT} wrote no GGUF file (exit status {done.returncode}); it said:\n{says}")
+    way_out = "\nllama.cpp's requirements must be in this environment: pip install sentencepiece protobuf"
+    raise ValueError(
+        f"{SCRIPT} wrote no GGUF file (exit status {done.returncode}); it said:\n{says}"
+        f"{way_out if 'ModuleNotFoundError' in says else ''}"
+    )

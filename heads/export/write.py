@@ -12,12 +12,16 @@ import torch
 
 from heads.base import Head
 from heads.checkpoint import TUNED, load_head, read_target, stored_dtype
-from heads.export.commands import serve_head, serve_model
-from heads.export.gguf import write_gguf
+from heads.eagle import EagleConfig
+from heads.eagle3 import Eagle3Config
+from heads.export.commands import misread, serve_head, serve_model
+from heads.export.gguf import LAYERS, write_gguf
 from heads.files import write_atomically
-from heads.formats import FORMATS, eagle3
+from heads.formats import FORMATS, eagle, eagle3
 from heads.formats.folder import CONFIG, read_config, write_folder
 from heads.formats.target_files import TargetFiles
+from heads.hub import find_head
+from heads.medusa import MedusaConfig
 
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "eagle3": ("target", "dtype"),
@@ -34,6 +38,8 @@ NEEDED = {
     "gguf": ("llama_cpp", "the folder of llama.cpp, whose converter writes the file"),
 }
 HEAD_TYPES = {name: module.HEAD_TYPE for name, module in FORMATS.items()} | {"gguf": eagle3.HEAD_TYPE}
+FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
+"""Of a repository on the hub, what is downloaded: a head, or a model with its tokenizer."""
 NOBODY = {
     "hydra": "no inference engine loads Hydra heads; their authors' code (zankner/Hydra) and `decode` do. For vLLM, "
     "SGLang or llama.cpp train EAGLE-3"
@@ -51,24 +57,52 @@ class Written:
     """Engines and how to start them."""
 
 
-def write(head: str | Path, out: str | Path, *, to: str, options: Mapping[str, Any]) -> Written:
-    """Write a head or a draft model for engines; see `heads.export`, also for errors."""
+def write(
+    head: str | Path, out: str | Path, *, to: str, options: Mapping[str, Any], name: str | None = None
+) -> Written:
+    """Write a head or a draft model for engines; see `heads.export`, also for errors.
+
+    Args:
+        head: Head folder, or the folder of a draft model; or a name on the hub.
+        out: What to write.
+        to: The format.
+        options: As `heads.export` has them.
+        name: By which engines will know it; `out` by default.
+    """
+    written = _write(head, out, to, options)
+    return Written([*written.notes, *misread(to, name or str(out))], written.commands)
+
+
+def _write(head: str | Path, out: str | Path, to: str, options: Mapping[str, Any]) -> Written:
     _check_options(to, options)
-    if Path(out).resolve() == Path(head).resolve():
+    folder = find_head(head, *FILES)
+    if Path(out).resolve() == folder.resolve():
         raise ValueError(f"{out} is the head's own folder; export to another")
-    if "model_type" in read_config(head):
+    if "model_type" in read_config(folder):
         if to != "hf":
             raise ValueError(f"{head} is a model, not a head; as a draft model it is exported to 'hf', not to {to!r}")
-        return _copy_model(Path(head), Path(out), options["target"])
-    kind, recorded = read_target(head)
+        return _copy_model(folder, Path(out), options["target"])
+    kind, recorded = read_target(folder)
     formats = [name for name, read in HEAD_TYPES.items() if read == kind]
     if not formats:
         raise ValueError(NOBODY.get(kind, f"there is no format for {kind} heads"))
     if to not in formats:
         raise ValueError(f"{head} is of type {kind}, which is exported to {' or '.join(formats)}, not to {to}")
     target = TargetFiles(recorded if options["target"] is None else options["target"])
-    stored = stored_dtype(head)
-    return _write_head(load_head(head, target, dtype=stored), target, out, to, options)
+    stored = stored_dtype(folder)
+    return _write_head(load_head(folder, target, dtype=stored), target, out, to, options)
+
+
+def formats_of(head: Head) -> list[tuple[str, str | None]]:
+    """Return the formats that take a head, and for which engine where they need one; empty if nobody loads it."""
+    config = head.config
+    if isinstance(config, MedusaConfig) and config.own_lm_head and config.draft_vocab_size is not None:
+        return []
+    if isinstance(config, EagleConfig):
+        biased = bool(head.state_dict().get(eagle.BIAS, torch.zeros(1)).any())
+        return [("eagle", engine) for engine in eagle.ARCHITECTURES if engine != "vllm" or not biased]
+    three = isinstance(config, Eagle3Config) and len(config.feature_layers) == LAYERS
+    return [(name, None) for name, kind in HEAD_TYPES.items() if kind == head.kind and (name != "gguf" or three)]
 
 
 def _check_options(to: str, options: Mapping[str, Any]) -> None:
@@ -89,12 +123,13 @@ def _write_head(head: Head, target: TargetFiles, out: str | Path, to: str, optio
     if to == "gguf":
         foreign = eagle3.to_engine(head, target)  # type: ignore[arg-type]
         write_gguf(foreign, target, Path(out), dtype=dtype, llama_cpp=Path(options["llama_cpp"]))
-        foreign.notes = []  # of others
+        foreign.notes = eagle3.notes_of_llama_cpp(target)  # and none of others
     else:
         chosen = {name: options[name] for name in ("engine", "tokens") if options[name] is not None}
         foreign = FORMATS[to].to_engine(head, target, **chosen)
         write_folder(foreign, out, dtype=dtype)
-    return Written(foreign.notes, serve_head(to, head, str(out), target.name, options["engine"]))
+    known = {"dtype": target.dtype, "folder": str(target.folder)}
+    return Written(foreign.notes, serve_head(to, head, str(out), target.name, options["engine"], **known))
 
 
 def _copy_model(folder: Path, out: Path, target: str | Path | None) -> Written:
@@ -102,14 +137,18 @@ def _copy_model(folder: Path, out: Path, target: str | Path | None) -> Written:
     model = TargetFiles(folder)  # complete
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; choose another folder, or empty this one")
-    notes = []
+    notes: list[str] = []
+    known: dict[str, str] = {}
     if target is not None:
-        sizes = [files.number("vocab_size") for files in (model, TargetFiles(target))]
+        files_of_target = TargetFiles(target)
+        known = {"dtype": files_of_target.dtype, "folder": str(files_of_target.folder)}
+        sizes = [files.number("vocab_size") for files in (model, files_of_target)]
         if sizes[0] != sizes[1]:
             notes.append(f"vLLM refuses it: its vocabulary has {sizes[0]} tokens, the target's {sizes[1]}")
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / TUNED]
+    hidden = {file for file in folder.rglob(".*") for file in (file, *file.rglob("*"))}  # such as .cache of a download
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in {folder / TUNED, *hidden}]
     for file in sorted(files, key=lambda file: file == folder / CONFIG):
         place = out / file.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(place, lambda temporary, file=file: shutil.copyfile(file, temporary))  # type: ignore[misc]
-    return Written(notes, serve_model(str(out), "TARGET" if target is None else str(target)))
+    return Written(notes, serve_model(str(out), "TARGET" if target is None else str(target), **known))

@@ -25,6 +25,11 @@ LAYER, OTHER_LAYER = "midlayer.", "layers.0."
 IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 """Variants that heads here do not have."""
+LLAMA_CPP_TARGETS = (
+    *("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss"),
+    *("gemma4_text", "lfm2", "nemotron_h", "minimax_m2"),
+)
+"""Types of targets whose states llama.cpp (b11434) gives to EAGLE-3 heads."""
 MEANINGS = ("vllm", "sglang")
 """Of the nested list of layers; see `aux_layers`."""
 CONVENTION = "SafeAILab's EAGLE-3: fc, midlayer or layers.0, norm, lm_head, d2t of offsets, t2d"
@@ -65,9 +70,22 @@ def to_engine(head: Eagle3Head, target: TargetFiles) -> Foreign:
     ]
     if len(layers) != 3:
         notes.append(f"llama.cpp reads heads of 3 decoder layers only; this one has {len(layers)}")
+    else:
+        notes += notes_of_llama_cpp(target)
     if config.norm_before_residual:
         notes.append("SGLang and OpenVINO GenAI do not know norm_before_residual, and would draft badly")
     return Foreign(written, tensors(head, LAYER), notes)
+
+
+def notes_of_llama_cpp(target: TargetFiles) -> list[str]:
+    """Return what llama.cpp does otherwise, in sentences."""
+    kind = target.text_config.get("model_type")
+    if kind in LLAMA_CPP_TARGETS:
+        return []
+    return [
+        f"llama.cpp drafts for targets of some types only, such as {', '.join(LLAMA_CPP_TARGETS[:4])}; {kind} was not "
+        'among them in b11434 (others stop with "layer input tensor is null")'
+    ]
 
 
 def tensors(head: Eagle3Head, layer: str) -> dict[str, Tensor]:

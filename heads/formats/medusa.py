@@ -1,7 +1,7 @@
 """Medusa heads under FasterDecoding's names, with what vLLM wants beside them.
 
 Heads that share the target's lm_head, as ours do by default, are FasterDecoding's "version 2". vLLM reads that lm_head
-from the head's own file, once for all heads, and a draft vocabulary as `token_map`.
+from the head's own file, once for all heads. A draft vocabulary is written as `token_map`, the name vLLM has for it.
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ def to_engine(head: MedusaHead, target: TargetFiles) -> Foreign:
     }
     notes = []
     if own is None:
-        found[SHARED] = head.lent_weight()
+        found[SHARED] = target.lm_head.weight.detach()
         written |= {"version": "2", "original_lm_head": True}
         if config.num_layers > 1:
             notes.append(f"TGI reads one layer of heads that share the target's lm_head, not {config.num_layers}")
     if ids is not None:
-        found[TOKEN_MAP] = ids.cpu()
-        written["truncated_vocab_size"] = len(ids)
-        notes.append("readers other than vLLM draft from all tokens: the draft vocabulary is vLLM's token_map")
+        found[TOKEN_MAP] = ids.cpu()  # without truncated_vocab_size: with it, vLLM 0.32 misses the map it has just read
+        notes.append(f"the draft vocabulary of {len(ids)} tokens is not used: all readers draft from all tokens")
     return Foreign(written, found, notes, MEDUSA_WEIGHTS)
 
 

@@ -6,6 +6,7 @@ at hand can be converted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from heads.fingerprint import fingerprint
 from heads.formats.folder import WEIGHTS, read_config, tensor_names
+from heads.hub import find_folder
 
 INDEX = f"{WEIGHTS}.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -79,9 +81,23 @@ class TargetFiles:
         raise ValueError(f"the config.json of {self.name} must have a number {' or '.join(names)}")
 
     @property
+    def dtype(self) -> str:
+        """The precision of the weights, as the config names it."""
+        return str(self.text_config.get("dtype") or self.text_config.get("torch_dtype") or "float32")
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return self.number("num_hidden_layers", "n_layer")
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its weights have."""
+        count = 0
+        for name, file in self._files.items():
+            with safe_open(file, framework="pt") as opened:
+                count += math.prod(opened.get_slice(name).get_shape())
+        return count
 
     def tensor(self, name: str) -> Tensor:
         """Return a weight by its name."""
@@ -153,15 +169,7 @@ def find_model(name: str | Path) -> Path:
     Raises:
         ValueError: If it is neither.
     """
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download  # slow to import, and a folder needs it not
-
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(f"{name} is neither a model folder nor a model that the hub has ({first})") from error
+    return find_folder(name, what="model", files=["*.json", "*.safetensors"])
 
 
 def _weight_map(folder: Path) -> Mapping[str, Any]:

@@ -204,8 +204,8 @@ MEDUSA_CONFIG = {
         ({}, {"lm_head.weight": (F32, 97, 32)}, {"version": "2", "original_lm_head": True}),
         (
             {"small": True},
-            {"lm_head.weight": (F32, 13, 32), "token_map": (I64, 13)},
-            {"version": "2", "original_lm_head": True, "truncated_vocab_size": 13},
+            {"lm_head.weight": (F32, 97, 32), "token_map": (I64, 13)},
+            {"version": "2", "original_lm_head": True},
         ),
         ({"own_lm_head": True}, {"0.1.weight": (F32, 97, 32), "1.1.weight": (F32, 97, 32)}, {}),
         (

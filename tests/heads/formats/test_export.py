@@ -213,8 +213,12 @@ COMMANDS = {
         [],
         [
             'vllm serve {t} --speculative-config \'{{"method": "eagle3", "model": "{o}"',
-            "--model-path {t} --speculative-algorithm EAGLE3 --speculative-draft-model-path {o}\n",
-            "convert_hf_to_gguf.py {o} --target-model-dir {t} --outtype f32",
+            "sglang serve --model-path {t} --dtype float32 --speculative-algorithm EAGLE3 ",
+            "--speculative-draft-model-path {o} ",
+            "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5\n",
+            "    python convert_hf_to_gguf.py {o} --target-model-dir {t} --outfile head.gguf\n"
+            "    python convert_hf_to_gguf.py {t} --outfile target.gguf\n"
+            "    llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 4\n",
         ],
     ),
     "speculators": ("eagle3", ["--tokens", "5"], ["vllm serve {o}\n", "note: vLLM takes the target from {t}"]),
@@ -226,7 +230,7 @@ COMMANDS = {
     "eagle": (
         "eagle",
         ["--for", "sglang"],
-        ["EAGLE --speculative-draft-model-path {o} --speculative-token-map {o}/token_map.pt"],
+        ["EAGLE --speculative-draft-model-path {o} ", "--speculative-token-map {o}/token_map.pt\n"],
     ),
 }
 
@@ -266,3 +270,31 @@ def test_weights_that_may_not_be_read_are_not_called_missing(lab, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(PermissionError, match="medusa_lm_head"):
         lab.adopt(out)
+
+
+@pytest.mark.parametrize(("kind", "to"), [("medusa", "medusa"), ("eagle3", "eagle3")])
+def test_a_path_by_which_vllm_would_mistake_a_head_is_said(lab, kind, to):
+    head = lab.head(kind)
+    notes = heads.export(head, lab.folder / "EAGLE-heads", to=to)
+    said = [note for note in notes if "vLLM takes it for something else as long as 'eagle-' is in its path" in note]
+    assert len(said) == (kind == "medusa")
+    assert not any("something else" in note for note in heads.export(head, lab.folder / "out", to=to))
+
+
+@pytest.mark.parametrize(("kind", "said"), [("llama", False), ("qwen2", True)])
+def test_targets_for_which_llama_cpp_cannot_draft_are_said(lab, llama_cpp, kind, said):
+    model = lab.save_model("other", seed=0)
+    head = lab.head("eagle3")
+    lab.edit(model, model_type=kind)
+    for to, options in (("eagle3", {}), ("gguf", {"llama_cpp": llama_cpp})):
+        notes = heads.export(head, lab.folder / f"out-{to}", to=to, target=model, **options)
+        assert [note for note in notes if "llama.cpp drafts for targets of some types only" in note] == [
+            note for note in notes if said and f"{kind} was not among them" in note
+        ]
+        assert any("llama.cpp drafts" in note for note in notes) == said
+
+
+def test_missing_packages_of_the_converter_are_named_with_a_way_out(lab, llama_cpp):
+    (llama_cpp / "convert_hf_to_gguf.py").write_text("import a_package_that_is_nowhere")
+    with pytest.raises(ValueError, match=r"No module named 'a_package_that_is_nowhere'\n.* pip install sentencepiece"):
+        heads.export(lab.head("eagle3"), lab.folder / "head.gguf", to="gguf", llama_cpp=llama_cpp)
