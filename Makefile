@@ -1,6 +1,7 @@
 # make quickstart   install, get SmolLM2, distil, train Medusa heads, decode with and without them (CPU, 10 to 13 minutes)
 # make test         install and run the tests (5 minutes on 2 idle cores after the install)
 # make test-long    the wide versions of the exactness suites (5 more, and the real model)
+# make test-engines build an environment with vLLM and the speculators library (4 GB) and compare their drafts with ours
 # make lint         ruff and mypy
 #
 # All use the active virtual environment; if none is active they make .venv and use that.
@@ -15,12 +16,13 @@ PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.gorgon-installed
 MODEL := models/smollm2-135m-instruct
 QUICK := data/distilled/quickstart.jsonl
+ENGINES := .venv-engines
 
 # two torch processes that spin on the same cores slow each other many times over
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-long lint install
+.PHONY: quickstart test test-long test-engines lint install
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED) $(MODEL)/config.json
@@ -45,6 +47,9 @@ test-long: $(INSTALLED) $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n 2 -m "long and not slow and not gpu and not engine"
 	$(VENV)/bin/pytest -q -m "long and slow and not gpu and not engine"
 
+test-engines: $(INSTALLED) $(ENGINES)/.gorgon-installed
+	GORGON_ENGINES=$(ENGINES) $(VENV)/bin/pytest -q -m engine tests/engines
+
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -55,6 +60,11 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[dev,gguf]"
+	touch $@
+
+$(ENGINES)/.gorgon-installed: tests/engines/requirements.txt
+	test -x $(ENGINES)/bin/python || python3 -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps -r tests/engines/requirements.txt
 	touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)
