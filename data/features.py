@@ -8,6 +8,7 @@ resumed or re-batched run sees the same bits whether they come from memory, from
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class Features(ABC):
         self._target = target
         self._samples = samples
         self._feature_layers = tuple(feature_layers)
+        self.target_seconds, self.target_tokens = 0.0, 0  # what passes of the target took while batches were made
 
     @abstractmethod
     def states(self, index: int) -> States:
@@ -131,7 +133,10 @@ class OnlineFeatures(Features):
         kept = self._kept.get(index)
         if kept is not None:
             return kept
+        start = time.perf_counter()
         states = compute_states(self._target, self._samples[index], self._feature_layers)
+        self.target_seconds += time.perf_counter() - start
+        self.target_tokens += len(states.hidden)
         if self.kept_bytes + states.nbytes <= self._memory_bytes:
             self._kept[index] = states
             self.kept_bytes += states.nbytes

@@ -24,6 +24,9 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from heads.base import HeadConfig
 from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, naming, require
 
+PLAN = "--plan"
+"""On the command line: print what the run takes, and make none. No key: a config does not hold it."""
+
 
 def load_config(heads: Mapping[str, type[HeadConfig]], argv: Sequence[str], description: str) -> RunConfig:
     """Return the run that `argv` (`--config FILE` and `--section.key=value`) asks for; `--help` prints and exits.
@@ -90,7 +93,7 @@ def _parser(heads: Mapping[str, type[HeadConfig]], kind: str, description: str) 
     head = heads[kind]
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # argparse would put every one of the keys into the usage line
-    usage = f"accelerate launch {sys.argv[0]} --config FILE [--section.key=VALUE ...]"
+    usage = f"accelerate launch {sys.argv[0]} --config FILE [--section.key=VALUE ...] [{PLAN}: only say what it takes]"
     parser = ArgumentParser(description=description, usage=usage, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file; keys given on the command line win over it")
     parser.add_class_arguments(TargetConfig, "target")

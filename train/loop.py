@@ -29,6 +29,7 @@ from heads.base import FeatureBatch
 from train.checkpoints import Checkpoints, Progress
 from train.config import OptimConfig, RunConfig
 from train.journal import Journal
+from train.pace import Pace
 from train.refused import save_batches
 
 
@@ -154,6 +155,7 @@ class Trainer:
     evaluate: Evaluate | None
     save_head: Callable[[str, Mapping[str, float]], None]
     """Writes the head folder `best` or `last`, with what was measured."""
+    pace: Pace
 
     measured: Mapping[str, float] = field(default_factory=dict, init=False)
     """Result of the evaluation at the current step."""
@@ -186,6 +188,7 @@ class Trainer:
     def _step(self, stop: StopRequest) -> bool:
         """Make one optimiser step; return whether any process was asked to stop."""
         indices = self.plan.indices(self.progress.step)
+        self.pace.begin()
         sums = accumulate_gradients(self.accelerator, self.head, self.source, indices, self.config.optim.accumulation)
         # one reduction for everything the processes must agree on
         flag = torch.tensor([float(stop()), 1.0], device=self.accelerator.device, dtype=torch.float64)
@@ -200,6 +203,7 @@ class Trainer:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        self.pace.end(indices)
         self.progress.step += 1
         self.measured = {}
         self._report(indices, {**means, "lr": rate, "grad_norm": norm})

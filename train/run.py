@@ -6,14 +6,13 @@ folders `best/` (highest eval/tokens_per_step) and `last/`. The same command on 
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -28,17 +27,19 @@ from data.vocabulary import SupervisedTokens
 from decode import Target, UnsupportedTargetError
 from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
-from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress, writing_run
-from train.command_line import load_config
-from train.config import ConfigError, RunConfig, differences, flat, naming, read_flat, to_yaml
+from train.command_line import PLAN, load_config
+from train.config import ConfigError, RunConfig, flat, naming
 from train.evaluate import Evaluation
 from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
 from train.loop import Trainer, schedule_factor
-from train.model_folder import recover
+from train.memory_plan import Work
+from train.pace import Pace
+from train.plan import check_loading, make_plan
+from train.probe import probe
+from train.run_folder import open_folder
 
-CONFIG = "run.yaml"
 BuildHead = Callable[[RunConfig, Target, Sequence[Encoded], Callable[[str], None]], Head]
 """Makes the untrained head from the config, the target and the training data; the last argument prints a line."""
 
@@ -51,8 +52,10 @@ class SaveHead(Protocol):
         ...
 
 
-def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) -> None:
+def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, *, plan_only: bool = False) -> None:
     """Make the run that `config` describes, or continue it, and save its head with `save`.
+
+    With `plan_only`, print what it would take and write nothing.
 
     Raises:
         ValueError: If the config, the data, the target or what the run's folder holds do not allow it; nothing was
@@ -68,11 +71,12 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
     _check_processes(accelerator, config)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", config.run.keep)
     with naming("run.dir", "choose another --run.dir or --run.name"):
-        lock = _open_folder(accelerator, config, checkpoints)
+        lock = open_folder(accelerator, config, checkpoints, plan_only=plan_only)
     with lock:
         set_seed(config.run.seed)
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
         with naming(f"target.name={config.target.name}", "name a folder or a model of the hub"):
+            check_loading(config, accelerator)
             target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
         inputs = load_inputs(config, target)
         journal.say(inputs.describe())
@@ -83,7 +87,11 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
             journal.say("Raise optim.steps or optim.epochs to train longer, or start another with --run.name.")
         else:
             head = build_head(config, target, inputs.samples, journal.say)
-            if _fit(accelerator, config, target, head, save, inputs, checkpoints, journal, progress, total):
+            steps = range(progress.step, total)
+            plan = make_plan(accelerator, config, target, head, inputs, steps, build_head, journal.say)
+            if plan_only:
+                probe(accelerator, plan, journal.say)
+            elif _fit(accelerator, config, target, head, save, inputs, checkpoints, journal, progress, plan.work):
                 journal.say(f"run {config.run.name} is finished: {_result(config, progress)}")
             else:
                 journal.say(
@@ -112,7 +120,9 @@ def run_command(
         save: Writes a head folder.
     """
     try:
-        train(load_config(heads, sys.argv[1:] if argv is None else argv, description), build_head, save)
+        words = list(sys.argv[1:] if argv is None else argv)
+        config = load_config(heads, [word for word in words if word != PLAN], description)
+        train(config, build_head, save, plan_only=PLAN in words)
     except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
         raise SystemExit(f"error: {error}") from error
 
@@ -136,40 +146,6 @@ def _check_processes(accelerator: Accelerator, config: RunConfig) -> None:
             f"optim.batch_size ({config.optim.batch_size}) must be a multiple of processes x optim.accumulation "
             f"({accelerator.num_processes} x {config.optim.accumulation})"
         )
-
-
-def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Checkpoints) -> TextIO:
-    """Make the run's folder, or check that what is in it can be continued; return the lock that keeps others out."""
-    folder = config.run.folder
-    probe = folder / f".writable-{os.getpid()}"
-    checkpoints.folder.mkdir(parents=True, exist_ok=True)
-    probe.touch()
-    probe.unlink()
-    if checkpoints.newest() is not None:
-        changed = differences(read_flat(folder / CONFIG), flat(config))
-        if changed:
-            lines = "".join(f"\n  {line}" for line in changed)
-            raise ConfigError(
-                f"{folder} holds a run with another config:{lines}\nStart another run with --run.name, delete the "
-                "folder, or undo the change"
-            )
-    lock = (folder / ".lock").open("w")
-    if accelerator.is_main_process:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another process is training {folder}; wait for it or stop it (SIGTERM to the trainer itself, not to "
-                "accelerate launch, saves first), or choose another --run.name"
-            ) from None
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        checkpoints.remove_incomplete()
-        for name in ("best", "last"):
-            recover(config.run.folder / name)
-        write_atomically(folder / CONFIG, lambda new: new.write_text(to_yaml(config)))
-    accelerator.wait_for_everyone()
-    return lock
 
 
 def _progress(checkpoints: Checkpoints, inputs: str) -> Progress:
@@ -201,10 +177,10 @@ def _fit(
     checkpoints: Checkpoints,
     journal: Journal,
     progress: Progress,
-    total_steps: int,
+    work: Work,
 ) -> bool:
     """Train and return whether the run came to its end. What is prepared for several processes lives in here only."""
-    optim = config.optim
+    optim, total_steps = config.optim, work.steps.stop
     optimizer = torch.optim.AdamW(head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
     prepared, optimizer, scheduler = accelerator.prepare(head.train(), optimizer, scheduler)
@@ -240,6 +216,7 @@ def _fit(
         journal=journal,
         evaluate=evaluate,
         save_head=write_head,
+        pace=Pace(work, source, journal.say),
     )
     facts = {"head.parameters": parameters, "data.samples": len(inputs.samples)}
     journal.open(config, progress, total_steps, facts)
