@@ -35,7 +35,7 @@ class ChatServer(ThreadingHTTPServer):
         self.most_at_once = 0
         self.lock = threading.Lock()
         self._seen: Counter[str] = Counter()
-        self._now = 0
+        self.now = 0
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -46,14 +46,14 @@ class ChatServer(ThreadingHTTPServer):
             self.asked.append(body)
             self.times.append(time.monotonic())
             self.headers.append(headers)
-            self._now += 1
-            self.most_at_once = max(self.most_at_once, self._now)
+            self.now += 1
+            self.most_at_once = max(self.most_at_once, self.now)
             self._seen[body["messages"][-1]["content"]] += 1
             return self._seen[body["messages"][-1]["content"]] - 1
 
     def leave(self) -> None:
         with self.lock:
-            self._now -= 1
+            self.now -= 1
             self.answered += 1
 
 

@@ -54,7 +54,6 @@ def starter(tmp_path):
 @pytest.fixture
 def options(chat_server, saved_target, write_rows, tmp_path):
     prompts = write_rows(*create_prompts(300), name="prompts.jsonl")
-    chat_server.fault = lambda text, times: {"status": 500, "wait": 0.01} if times == 0 and "7" in text else None
     command = ["--target", saved_target, "--prompts", prompts, "--server", chat_server.url, "--concurrency", 6]
     return [
         str(part) for part in [*command, "--max-new-tokens", 12, "--temperature", 1, "--out", tmp_path / "out.jsonl"]
@@ -73,21 +72,45 @@ def wait_for_answers(server, count):
         time.sleep(0.001)
 
 
+class Gate:
+    """Lets so many answers out in each round, so that no run is done before it is killed, and fails some of them."""
+
+    def __init__(self, server):
+        self.server, self.round, self.quota = server, 0, 0
+
+    def open(self, answers):
+        self.round += 1
+        while self.server.now:  # requests of those that were killed
+            time.sleep(0.002)
+        self.quota = self.server.answered + answers
+
+    def __call__(self, text, times):
+        mine = self.round
+        while self.round == mine and self.server.answered >= self.quota:
+            time.sleep(0.002)
+        return {"drop": True} if self.round != mine else {"status": 500} if times == 0 and "7" in text else None
+
+
 @pytest.mark.timeout(200)
 def test_twenty_kills_give_the_output_of_a_run_that_was_not_killed(starter, options, chat_server, tmp_path):
-    out, draw, killed = tmp_path / "out.jsonl", random.Random(0), 0
+    out, draw, killed, grown = tmp_path / "out.jsonl", random.Random(0), 0, 0
+    gate = chat_server.fault = Gate(chat_server)
     for _ in range(KILLS):
         before, asked = set(names(out)) if out.exists() else set(), len(chat_server.asked)
+        gate.open(draw.randrange(6, 20))
         child = start(starter, options)
-        wait_for_answers(chat_server, chat_server.answered + draw.randrange(1, 16))
+        wait_for_answers(chat_server, gate.quota - draw.randrange(6))
         time.sleep(draw.random() * 0.02)
         os.kill(child, signal.SIGKILL)
         killed += int(starter.stdout.readline()) == -signal.SIGKILL
         again = {body["messages"][-1]["content"] for body in chat_server.asked[asked:]}
         assert not again & {f"Question {name[1:]}?" for name in before}
         assert before <= set(names(out))
+        grown += before < set(names(out))
     assert killed == KILLS
+    assert grown > KILLS // 2  # most were killed among answers, not before the first
     assert KILLS < len(names(out)) < 300
+    gate.open(10_000)
     start(starter, options)
     assert starter.stdout.readline().startswith("answers 300 ")
     assert starter.stdout.readline() == "0\n"
@@ -96,7 +119,6 @@ def test_twenty_kills_give_the_output_of_a_run_that_was_not_killed(starter, opti
     assert starter.stdout.readline().startswith("answers 300 ")
     assert out.read_bytes() == whole.read_bytes()
     assert names(out) == [f"p{n}" for n in range(300)]
-    assert len(json.loads(meta_path(out).read_text())["runs"]) == KILLS + 1
 
 
 def test_an_interrupted_run_keeps_what_came_and_says_so_on_the_card(options, chat_server, tmp_path):
@@ -203,6 +225,20 @@ def test_another_number_of_processes_goes_on(configure, small_target, tmp_path, 
     assert distill(configure(), small_target).new_answers == (20 - len(came) if count == 1 else 0)
     assert configure().out.read_bytes() == whole.out.read_bytes()
     assert find_parts(configure().out) == []
+
+
+def test_a_kill_after_a_part_is_taken_over_and_before_it_is_deleted_doubles_nothing(
+    configure, small_target, tmp_path, monkeypatch
+):
+    share_of(0, 2, configure(), small_target, monkeypatch)
+    (part,) = find_parts(configure().out)
+    content = part.read_bytes()
+    distill(configure(), small_target)
+    whole = configure().out.read_bytes()
+    part.write_bytes(content)
+    assert distill(configure(), small_target).new_answers == 0
+    assert configure().out.read_bytes() == whole
+    assert not part.exists()
 
 
 def test_parts_of_other_settings_or_in_use_are_refused(configure, small_target, monkeypatch):
