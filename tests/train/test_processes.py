@@ -23,7 +23,7 @@ Read = Callable[[Path], list[dict[str, float]]]
 Run = Callable[..., Path]
 EAGLE = ("--head.type=eagle3", "--head.feature_layers=[1]")
 HEADS = {"medusa": ("--head.num_heads=2",), "eagle": EAGLE}
-LAUNCHES = ("cpu_2", "fsdp2", "zero1", "zero2", "zero3")
+LAUNCHES = ("cpu_2", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 STEPS = ("--optim.schedule=constant", "--optim.accumulation=2", "--run.save_every=3")
 FIRST, ALL = "--optim.steps=3", "--optim.steps=5"
 EVALUATED = ("--eval.num_prompts=2", "--eval.temperatures=[0]", "--eval.max_new_tokens=6")
