@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +79,8 @@ class FeatureBatch:
     asks for none."""
 
 
-@dataclass(frozen=True)
-class HeadOutput:
-    """What a training forward returns."""
+class HeadOutput(NamedTuple):
+    """What a training forward returns; a tuple, as FSDP2 and DeepSpeed find tensors in no other class."""
 
     loss: Tensor
     """[] SUM over the supervised positions. The training loop divides by the number of supervised tokens of the global

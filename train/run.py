@@ -17,7 +17,7 @@ from typing import Protocol, TextIO
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import set_seed
 
 from data.batches import BatchPlan
 from data.conversations import Encoded
@@ -32,6 +32,7 @@ from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import load_config
 from train.config import ConfigError, RunConfig, differences, flat, naming, read_flat, to_yaml
+from train.distributed import WholeHead, prepare, start_accelerator
 from train.evaluate import Evaluation
 from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
@@ -59,13 +60,7 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
         changed. FloatingPointError: If a loss or gradient is not finite.
     """
     check_tracker(config.run.tracker)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
-        log_with=config.run.tracker,
-        project_dir=str(config.run.folder),
-        step_scheduler_with_optimizer=False,  # else accelerate takes a schedule step for each process
-    )
-    _check_processes(accelerator, config)
+    accelerator = start_accelerator(config)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", config.run.keep)
     with naming("run.dir", "choose another --run.dir or --run.name"):
         lock = _open_folder(accelerator, config, checkpoints)
@@ -115,27 +110,6 @@ def run_command(
         train(load_config(heads, sys.argv[1:] if argv is None else argv, description), build_head, save)
     except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
         raise SystemExit(f"error: {error}") from error
-
-
-def _check_processes(accelerator: Accelerator, config: RunConfig) -> None:
-    known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if accelerator.distributed_type not in known:
-        raise ConfigError(
-            f"launched as {accelerator.distributed_type.value}: the loop splits batches itself and supports one "
-            "process or plain data parallelism (accelerate launch --multi_gpu)"
-        )
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", accelerator.mixed_precision):
-        raise ConfigError(
-            f"accelerate was launched with mixed precision {launched}, but precision is {config.precision}; set the "
-            "precision in the config (--precision=bf16) and leave it out of the launch"
-        )
-    pieces = accelerator.num_processes * config.optim.accumulation
-    if config.optim.batch_size % pieces:
-        raise ConfigError(
-            f"optim.batch_size ({config.optim.batch_size}) must be a multiple of processes x optim.accumulation "
-            f"({accelerator.num_processes} x {config.optim.accumulation})"
-        )
 
 
 def _open_folder(accelerator: Accelerator, config: RunConfig, checkpoints: Checkpoints) -> TextIO:
@@ -207,24 +181,26 @@ def _fit(
     optim = config.optim
     optimizer = torch.optim.AdamW(head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
-    prepared, optimizer, scheduler = accelerator.prepare(head.train(), optimizer, scheduler)
+    whole = WholeHead(accelerator, head)
+    prepared, optimizer, scheduler = prepare(accelerator, head, optimizer, scheduler)
     newest = checkpoints.newest()
     if newest is not None:
-        checkpoints.load(accelerator, newest)
+        checkpoints.load(accelerator, newest, config.run.seed)
         journal.say(f"continuing at step {progress.step} from {newest}")
-    evaluate = Evaluation(accelerator, target, head, inputs.prompts, config.eval) if inputs.prompts else None
+    evaluate = Evaluation(accelerator, target, whole.head, inputs.prompts, config.eval) if inputs.prompts else None
     source = _features(accelerator, config, target, head.feature_layers, inputs, journal)
     journal.say(source.describe())
-    parameters = sum(parameter.numel() for parameter in head.parameters())
+    parameters = sum(parameter.numel() for parameter in whole.head.parameters())
     journal.say(f"head: {head.kind}, {parameters:,} trained parameters; {total_steps} steps of {optim.batch_size}")
 
     fixed = _training_notes(config, target, head, inputs)
 
     def write_head(name: str, measured: Mapping[str, float]) -> None:
+        whole.gather()
         if accelerator.is_main_process:
             notes = HeadNotes(training={**fixed, "step": progress.step}, measured=dict(measured))
             with writing_run():
-                save(head, config.run.folder / name, target=target, notes=notes)
+                save(whole.head, config.run.folder / name, target=target, notes=notes)
 
     trainer = Trainer(
         accelerator=accelerator,
@@ -240,6 +216,7 @@ def _fit(
         journal=journal,
         evaluate=evaluate,
         save_head=write_head,
+        gather=whole.gather,
     )
     facts = {"head.parameters": parameters, "data.samples": len(inputs.samples)}
     journal.open(config, progress, total_steps, facts)
