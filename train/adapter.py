@@ -50,7 +50,7 @@ class AdaptedTarget:
         for name in sorted(weights):
             digest.update(name.encode() + weights[name].detach().float().cpu().contiguous().numpy().tobytes())
         # where the target is looked for by this name, or a head is refused, the way out is in the message
-        name = f"{target.name} with its adapter, which `python -m train.merge HEAD OUT` writes as one model,"
+        name = f"{target.name} with its adapter (`python -m train.merge HEAD OUT` writes both as one model)"
         return cls(name, digest.hexdigest()[:16], target.embed, target.lm_head)
 
 

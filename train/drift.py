@@ -37,7 +37,10 @@ def make_evaluation(
 
 
 class JointEvaluation(Evaluation):
-    """Decodes on the adapted target, plainly too, and adds `drift/kl` and `drift/agreement`; see `measure`."""
+    """Decodes on the adapted target, plainly too, and adds `drift/kl` and `drift/agreement`.
+
+    The target is not packed here, and computes the adapter beside its layers: measure speed on the merged one.
+    """
 
     def __init__(
         self,

@@ -115,12 +115,13 @@ def test_the_heads_are_taught_by_what_the_adapted_target_says(make: Make, batch:
     assert not torch.equal(before["base/loss"], after["base/loss"])
 
 
-def test_the_target_has_its_original_bits_but_where_the_adapter_is_on(make: Make, target: Target, batch: FeatureBatch):
+def test_the_target_has_its_original_bits_but_where_the_adapter_is_on(
+    make: Make, target: Target, batch: FeatureBatch, tiny_target: Target
+):
     def states() -> torch.Tensor:
         return target.encode(batch.token_ids, [12, 8])
 
-    fingerprint, before = target.fingerprint, batch.hidden
-    head = make()
+    before, head = batch.hidden, make()
     assert torch.equal(states(), before)
     with head.adapter.on():
         assert torch.equal(states(), before)  # an untrained adapter adds zeros
@@ -136,7 +137,7 @@ def test_the_target_has_its_original_bits_but_where_the_adapter_is_on(make: Make
     with pytest.raises(RuntimeError, match="interrupted"), head.adapter.on():
         raise RuntimeError("interrupted")
     assert torch.equal(states(), before)
-    assert target.fingerprint == fingerprint
+    assert target.fingerprint == tiny_target.fingerprint
     assert all(parameter.requires_grad for parameter in head.parameters())  # or DDP and optimisers lose them
 
 

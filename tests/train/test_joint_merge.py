@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from decode import Sampling, StaticTree, Target, generate
 from decode.compare import first_difference
 from heads import load_head, read_notes
+from train.adapter import WEIGHTS
 from train.merge import main
 
 PROMPTS = ["the cat", "one two three"]
@@ -91,6 +93,12 @@ def test_a_wrong_base_or_a_mixed_folder_is_refused_and_nothing_is_written(
     assert main([str(best), str(tmp_path / "merged"), "--target", str(tmp_path / "other")]) == 2
     assert "was not trained on" in (error := capsys.readouterr().err)
     assert "give the original target with --target" in error
+    adapter = best / "adapter" / WEIGHTS
+    weights = load_file(adapter)
+    next(iter(weights.values()))[0, 0] += 1e-3
+    save_file(weights, adapter)
+    assert main([str(best), str(tmp_path / "merged")]) == 2
+    assert "copy the folder again, whose parts are of two heads" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
     assert not list(tmp_path.glob(".merged*"))
 

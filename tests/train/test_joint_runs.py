@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from decode import Target
+from decode import Target, generate
 from heads import load_head, read_notes
+from heads.publish.contents import read_contents
 from train.adapter import WEIGHTS
 
 JOINT = ("--head.type=medusa2", "--head.rank=4", "--optim.schedule=constant")
@@ -31,6 +32,15 @@ def joint(launch: Launch) -> Launch:
 @pytest.fixture
 def original(target_folder: Path) -> Target:
     return Target.from_pretrained(str(target_folder), dtype="float32", device="cpu", pack=False)
+
+
+def greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> list[int]:
+    """The slow way."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + count and (len(ids) == len(prompt) or ids[-1] != 1):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def saved_bytes(folder: Path) -> list[bytes]:
@@ -84,8 +94,17 @@ def test_two_processes_make_the_steps_of_one(joint: Launch, start, read_metrics:
 
 
 def test_every_evaluation_decodes_on_the_adapted_target_of_its_time(
-    joint: Launch, read_metrics: Read, capsys: pytest.CaptureFixture[str]
+    joint: Launch, read_metrics: Read, capsys: pytest.CaptureFixture[str], original: Target, monkeypatch
 ):
+    texts = {}
+
+    def spy(target: Target, prompt: list[int], **options):
+        output = generate(target, prompt, **options)
+        if options["sampling"].greedy:
+            texts[tuple(prompt)] = output.token_ids  # at last those of the last evaluation
+        return output
+
+    monkeypatch.setattr("train.evaluate.generate", spy)
     folder = joint(
         *("--eval.num_prompts=3", "--run.eval_every=10", "--optim.steps=20", "--optim.lr=0.05", "--head.adapter_lr=1"),
         *("--head.head_weight=5", "--head.max_drift=0.01", "--head.head_warmup=0"),
@@ -99,6 +118,9 @@ def test_every_evaluation_decodes_on_the_adapted_target_of_its_time(
     assert lines[0]["eval/drift/agreement"] == 1 > lines[2]["eval/drift/agreement"]
     assert capsys.readouterr().out.count("warning: that is more than head.max_drift=0.01") == 2
     assert read_notes(folder / "last").measured["drift/kl"] == drifts[2]
+    before = [greedy(original.model, prompt, 12) for prompt in texts]
+    adapted = PeftModel.from_pretrained(original.model, str(folder / "last" / "adapter"))
+    assert [greedy(adapted, prompt, 12) for prompt in texts] == list(texts.values()) != before
 
 
 def test_the_drift_is_measured_on_the_answers_of_the_original_target(
@@ -114,10 +136,7 @@ def test_the_drift_is_measured_on_the_answers_of_the_original_target(
         chat = original.tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
-        ids = list(chat)
-        while len(ids) < len(chat) + 12 and ids[-1] != 1:
-            with torch.no_grad():
-                ids.append(int(original.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        ids = [*chat, *greedy(original.model, chat, 12)]
         with torch.no_grad():
             p, q = (net(torch.tensor([ids])).logits[0].double().softmax(-1) for net in (original.model, adapted))
         for place in range(len(chat) - 1, len(ids) - 1):
@@ -161,8 +180,10 @@ def original_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 def test_the_original_target_is_refused_with_the_way_to_the_adapted_one(joint: Launch, original: Target):
     folder = joint("--optim.steps=1")
-    with pytest.raises(ValueError, match=r"trained for .*target.* with its adapter, which `python -m train\.merge"):
+    with pytest.raises(ValueError, match=r"trained for .*target.* with its adapter \(`python -m train\.merge"):
         load_head(folder / "last", original)
+    with pytest.raises(ValueError, match=r"python -m train\.merge .*last OUT\), and publish OUT/target and OUT/head"):
+        read_contents(folder / "last")
 
 
 def test_heads_trained_alone_are_a_start(joint: Launch, launch: Launch, original: Target, read_metrics: Read):
