@@ -31,9 +31,9 @@ from heads.checkpoint import HeadNotes, save_head
 from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import load_config
-from train.config import ConfigError, RunConfig, differences, flat, naming, read_flat, to_yaml
+from train.config import ADAPTING, ConfigError, RunConfig, differences, flat, naming, read_flat, to_yaml
 from train.distributed import WholeHead, prepare, start_accelerator
-from train.evaluate import Evaluation
+from train.drift import make_evaluation
 from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
 from train.loop import Trainer, schedule_factor
@@ -68,7 +68,8 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head) 
         set_seed(config.run.seed)
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
         with naming(f"target.name={config.target.name}", "name a folder or a model of the hub"):
-            target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
+            pack, dtype = config.head_type not in ADAPTING, config.target.dtype
+            target = Target.from_pretrained(config.target.name, dtype=dtype, device=accelerator.device, pack=pack)
         inputs = load_inputs(config, target)
         journal.say(inputs.describe())
         progress = _progress(checkpoints, inputs.hash(target))
@@ -179,7 +180,8 @@ def _fit(
 ) -> bool:
     """Train and return whether the run came to its end. What is prepared for several processes lives in here only."""
     optim = config.optim
-    optimizer = torch.optim.AdamW(head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+    groups = [{"params": list(group), "lr": optim.lr * share} for share, group in head.learning_rates().items()]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
     whole = WholeHead(accelerator, head)
     prepared, optimizer, scheduler = prepare(accelerator, head, optimizer, scheduler)
@@ -187,7 +189,8 @@ def _fit(
     if newest is not None:
         checkpoints.load(accelerator, newest, config.run.seed)
         journal.say(f"continuing at step {progress.step} from {newest}")
-    evaluate = Evaluation(accelerator, target, whole.head, inputs.prompts, config.eval) if inputs.prompts else None
+    decoded = whole.head
+    evaluate = make_evaluation(accelerator, target, decoded, inputs.prompts, config.eval) if inputs.prompts else None
     source = _features(accelerator, config, target, head.feature_layers, inputs, journal)
     journal.say(source.describe())
     parameters = sum(parameter.numel() for parameter in whole.head.parameters())
