@@ -127,6 +127,20 @@ def is_evaluation(line: dict[str, float], step: int) -> bool:
     return line["step"] == step and "eval/mismatches" in line
 
 
+@pytest.mark.long
+def test_fsdp2_goes_on_with_another_number_of_processes(run_all, job, read_metrics: Read):
+    whole = job("whole", "medusa", ALL)
+    sizes = {"grown": (1, 2), "shrunk": (2, 1)}
+    parts = [
+        job(name, "medusa", steps, launch="fsdp2") | {"processes": processes}
+        for name, pair in sizes.items()
+        for steps, processes in zip((FIRST, ALL), pair, strict=True)
+    ]
+    assert run_all([whole, *parts]) == [[[0]], [[0]], [[0, 0]], [[0, 0]], [[0]]]
+    for part in parts[1::2]:
+        assert_same_curve(read_metrics(Path(part["folder"])), read_metrics(Path(whole["folder"])))
+
+
 def test_a_run_goes_on_with_another_number_of_processes(run_all, job, read_metrics: Read):
     whole = job("whole", "medusa", ALL)
     grown = [job("grown", "medusa", FIRST), job("grown", "medusa", ALL, launch="cpu_2")]
