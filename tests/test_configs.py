@@ -82,7 +82,6 @@ def test_a_launch_config_passes_the_checks_of_accelerate_launch(path: Path):
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.stem)
 def test_a_deepspeed_config_is_one_that_deepspeed_knows(path: Path):
-    pytest.importorskip("deepspeed")
     from deepspeed.runtime.config import DeepSpeedConfig
 
     settings = json.loads(path.read_text())
