@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from heads.base import Head
-from train.config import RunConfig, require
+from train.config import ADAPTING, RunConfig, require
 
 NOT_OURS = ("optimizer", "scheduler", "fp16", "bf16", "amp", "torch_autocast", "data_types")
 """Sections of a DeepSpeed config that would take the place of the run's own settings."""
@@ -99,6 +99,11 @@ def _check_launch(accelerator: Accelerator, config: RunConfig) -> None:
         kind.value in known and (kind != DistributedType.FSDP or accelerator.is_fsdp2),
         f"launched as {kind.value}; supported are one process, DDP (accelerate launch --multi_gpu), FSDP2 (--use_fsdp "
         "--fsdp_version 2) and DeepSpeed (--use_deepspeed)",
+    )
+    require(
+        config.head_type not in ADAPTING or kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED),
+        f"launched as {kind.value}, and {config.head_type} trains layers inside the target, which that would not find "
+        "there; launch as one process or with DDP",
     )
     started = int(os.environ.get("WORLD_SIZE", processes))
     require(

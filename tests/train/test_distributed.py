@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from train import medusa
 from train.command_line import load_config
 from train.config import ConfigError, RunConfig
-from train.distributed import _agree_with_deepspeed, check_layout
+from train.distributed import _agree_with_deepspeed, _check_launch, check_layout
 
 Launch = Callable[..., Path]
 
@@ -78,6 +78,13 @@ def test_a_launch_that_would_train_something_else_is_refused(
     monkeypatch.setenv(variable, value)
     with pytest.raises(SystemExit, match=message):
         launch("--optim.steps=1")
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
+def test_an_adapter_is_trained_by_one_process_or_with_ddp_only(run_config: RunConfig, kind: DistributedType):
+    launched = SimpleNamespace(distributed_type=kind, num_processes=2, is_fsdp2=True, gradient_accumulation_steps=1)
+    with pytest.raises(ConfigError, match=f"launched as {kind.value}, and medusa2 trains layers inside the target"):
+        _check_launch(launched, replace(run_config, head_type="medusa2"))
 
 
 @pytest.mark.parametrize(
