@@ -59,7 +59,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[dev,gguf]"
+	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[dev,gguf,deepspeed]"
 	touch $@
 
 $(ENGINES)/.gorgon-installed: tests/engines/requirements.txt

@@ -63,7 +63,7 @@ def load_conversations(source: str | Path, *, limit: int | None = None) -> list[
     """
     conversations: list[Conversation] = []
     first_seen: dict[str, str] = {}
-    for place, number, row in islice(_rows(source, limit), limit):
+    for place, number, row in islice(read_rows(source, limit), limit):
         try:
             conversation = _to_conversation(json.loads(row) if isinstance(row, bytes) else row, number)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -79,7 +79,7 @@ def load_conversations(source: str | Path, *, limit: int | None = None) -> list[
     return conversations
 
 
-def _rows(source: str | Path, limit: int | None) -> Iterator[tuple[str, int, object]]:
+def read_rows(source: str | Path, limit: int | None) -> Iterator[tuple[str, int, object]]:
     """Yield place, number (from 1) and content of each row: an undecoded line of JSONL, or an object."""
     path = Path(source)
     name, _, split = str(source).partition(":")

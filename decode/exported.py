@@ -97,6 +97,11 @@ def _both_heads(head: str | Path, out: str | Path, target: Target) -> tuple[Draf
     with TemporaryDirectory() as folder:
         adopt(out, folder, target=target.name)
         second = load_head(folder, target)
+        if list(second.feature_layers) != list(first.feature_layers):
+            raise ValueError(
+                f"{out} reads the target's layers {list(second.feature_layers)}, but the head {head} reads "
+                f"{list(first.feature_layers)}: it is an export of another head"
+            )
         precisions = [str(stored_dtype(stored)).removeprefix("torch.") for stored in (head, folder)]
     sizes = [len(one.vocabulary) if one.vocabulary is not None else one.config.vocab_size for one in (first, second)]
     excuses = []

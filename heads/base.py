@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,13 +75,11 @@ class FeatureBatch:
     hidden: Tensor
     """[B, T, D] input of the target's lm_head (after the final norm)."""
     features: Tensor | None = None
-    """[B, T, F] outputs of the decoder layers that the head asks for (`Head.feature_layers`), side by side; None if it
-    asks for none."""
+    """[B, T, F] outputs of the decoder layers in `Head.feature_layers`, side by side; None where there are none."""
 
 
-@dataclass(frozen=True)
-class HeadOutput:
-    """What a training forward returns."""
+class HeadOutput(NamedTuple):
+    """What a training forward returns; a tuple, as FSDP2 and DeepSpeed find tensors in no other class."""
 
     loss: Tensor
     """[] SUM over the supervised positions. The training loop divides by the number of supervised tokens of the global
@@ -221,11 +219,14 @@ class Head(nn.Module, ABC):
         """The module whose layers compute the drafts, which may be packed (`heads.packing`); the head itself."""
         return self
 
+    def learning_rates(self) -> Mapping[float, Sequence[nn.Parameter]]:
+        """Return the trained parameters by their share of the learning rate."""
+        return {1.0: list(self.parameters())}
+
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the target's embeddings in the head's precision, without gradients: [...] -> [..., D]."""
         with torch.no_grad():
-            embedded: Tensor = self.embed(token_ids)
-        return embedded.to(self.dtype)
+            return self.embed(token_ids).to(self.dtype)
 
     def set_vocabulary(self, token_ids: Tensor) -> None:
         """Choose the draft vocabulary: logit column u stands for the target's token `token_ids[u]`.
@@ -286,8 +287,7 @@ def head_class(kind: str) -> type[Head]:
         found = False
     if not found:
         raise ValueError(f"unknown head type {kind!r}: there is no module {name}")
-    module = importlib.import_module(name)
-    head: type[Head] | None = vars(module).get("HEAD")
+    head: type[Head] | None = vars(importlib.import_module(name)).get("HEAD")
     if head is None:
         raise ValueError(f"module {name} defines no HEAD, so {kind!r} is not a head type")
     return head

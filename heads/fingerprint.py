@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,12 +11,15 @@ from torch import Tensor
 
 SAMPLES = 64
 """Values of each weight that are hashed, about."""
+EXPERTS = re.compile(r"\.(experts|block_sparse_moe)\.")
+FEED_FORWARD = re.compile(r"\.(mlp|block_sparse_moe|feed_forward)\.")
+"""Of mixtures of experts, files and modules name and fuse these each in its own way."""
 
 
 def fingerprint(
     vocab_size: int, hidden_size: int, num_layers: int, names: Iterable[str], weight: Callable[[str], Tensor]
 ) -> str:
-    """Hash a model's sizes and a sample of every weight.
+    """Hash a model's sizes and a sample of every weight, in mixtures of experts of those outside feed-forward layers.
 
     Args:
         vocab_size: V.
@@ -25,7 +29,10 @@ def fingerprint(
         weight: Returns the parameter of a name; no more than one is asked for at a time.
     """
     digest = hashlib.sha256(f"{vocab_size} {hidden_size} {num_layers}".encode())
-    for name in sorted(names):
+    names = sorted(names)
+    if any(EXPERTS.search(name) for name in names):
+        names = [name for name in names if not FEED_FORWARD.search(name)]
+    for name in names:
         flat = weight(name).detach().flatten()
         sample = flat[:: max(1, flat.numel() // SAMPLES)].to(torch.bfloat16).cpu()
         digest.update(name.encode() + sample.view(torch.int16).numpy().tobytes())

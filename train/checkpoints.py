@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import RNG_STATE_NAME, load
+from accelerate.utils import RNG_STATE_NAME, load, set_seed
 from safetensors import SafetensorError
 
 from heads.files import sync_entry, write_atomically
 from train.config import naming
+from train.distributed import check_layout
 
 STATE = "state.json"
 TEMPORARY = ".incomplete"
@@ -87,16 +88,29 @@ class Checkpoints:
         with _reading(path):
             return Progress(**json.loads((path / STATE).read_text()))
 
-    def load(self, accelerator: Accelerator, path: Path) -> None:
-        """Put head, optimiser, schedule and random numbers back as they were at the checkpoint at `path`."""
+    def load(self, accelerator: Accelerator, path: Path, seed: int) -> None:
+        """Put head, optimiser, schedule and random numbers back as they were at the checkpoint at `path`.
+
+        Of another number of processes than it was written by, those that are new draw their random numbers from
+        `seed`, the step and their own number.
+        """
+        saved = len(list(path.glob(f"{RNG_STATE_NAME}_*.pkl")))
+        check_layout(accelerator, path, saved)
+        is_new = 0 < saved <= accelerator.process_index
         with _reading(path):
             # accelerate passes over random numbers that it cannot read, and the run would not go on as it was
-            load(str(path / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"))
+            load(str(path / f"{RNG_STATE_NAME}_{0 if is_new else accelerator.process_index}.pkl"))
             accelerator.load_state(str(path))
+        if is_new:
+            set_seed(seed + self._step(path), device_specific=True)
 
     def _complete(self) -> list[Path]:
         paths = [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-        return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
+        return sorted(paths, key=self._step)
+
+    @staticmethod
+    def _step(path: Path) -> int:
+        return int(path.name.removeprefix("step_"))
 
     def _prune(self) -> None:
         for path in self._complete()[: -self._keep]:

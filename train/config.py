@@ -230,6 +230,8 @@ class RunConfig:
     """Number format of the head's arithmetic; bf16 through accelerate's autocast, weights stay float32."""
 
 
+ADAPTING = frozenset({"medusa2"})
+"""Types of heads that are trained with an adapter, whose layers replace modules of the target: it is not packed."""
 SECTIONS: Mapping[str, type] = {
     "target": TargetConfig,
     "data": DataConfig,

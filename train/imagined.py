@@ -7,7 +7,8 @@ any head and with the kernels of its device. What kernels take for themselves wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,24 @@ from heads.base import FeatureBatch, Head
 
 SMALL = 2**25
 """glibc takes larger blocks from the system, and gives them back; smaller ones leave gaps in its heap."""
+
+
+class UnpredictableError(Exception):
+    """A computation cannot be counted; the message says why."""
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Turn whatever goes wrong within the block into an `UnpredictableError`.
+
+    What is counted is anybody's code: it may ask imagined tensors for numbers, or use operations that torch cannot
+    imagine, and torch has no common error for those. Where the error is the run's own, the run will meet it again.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise UnpredictableError(f"{type(error).__name__}: {reason}" if reason else type(error).__name__) from error
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -134,10 +153,25 @@ def step_bytes(
         dtype: Of the states that the target hands over.
         passes: 2 if gradients of an earlier micro-batch are there already, else 1.
         bf16: Whether the head computes in bfloat16.
+
+    Raises:
+        UnpredictableError: If the head computes what cannot be imagined.
     """
+    with counting(), torch.random.fork_rng():
+        try:
+            imagined = _imagine(head, samples, dtype, passes, bf16)
+        finally:
+            for parameter in head.parameters():  # imagined gradients, where the head uses its own beside those given
+                parameter.grad = None
+    return imagined.peak, imagined.small
+
+
+def _imagine(head: Head, samples: Sequence[Encoded], dtype: torch.dtype, passes: int, bf16: bool) -> Imagined:
+    """Return what has counted forward and backward; arguments as in `step_bytes`."""
     device = head.lm_head.get_parameter("weight").device
     imagined = Imagined(device)
-    parameters = {name: imagined.like(parameter) for name, parameter in head.named_parameters()}
+    weights = {name: imagined.like(parameter) for name, parameter in head.named_parameters()}
+    weights |= {name: buffer.clone() for name, buffer in head.named_buffers()}  # the head may count in them
     token_ids, loss_mask = (part.to(device) for part in collate(samples))
     width = head.config.hidden_size
     with imagined:
@@ -148,14 +182,14 @@ def step_bytes(
             features = torch.cat(layers, dim=-1) if layers else None
             del layers
             batch = FeatureBatch(token_ids, loss_mask, hidden, features)
-            _forward_and_backward(head, parameters, batch, bf16)
-    return imagined.peak, imagined.small
+            _forward_and_backward(head, weights, batch, bf16)
+    return imagined
 
 
-def _forward_and_backward(head: Head, parameters: Mapping[str, Tensor], batch: FeatureBatch, bf16: bool) -> None:
+def _forward_and_backward(head: Head, weights: Mapping[str, Tensor], batch: FeatureBatch, bf16: bool) -> None:
     """As `train.loop.accumulate_gradients` does it."""
     features = None if batch.features is None else batch.features.to(head.dtype)
     given = FeatureBatch(batch.token_ids, batch.loss_mask, batch.hidden.to(head.dtype), features)
     with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=bf16):
-        output = functional_call(head, dict(parameters), (given,))
+        output = functional_call(head, dict(weights), (given,))
     output.loss.backward()

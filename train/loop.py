@@ -13,7 +13,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import FrameType
@@ -25,9 +24,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
-from heads.base import FeatureBatch
+from heads.base import FeatureBatch, Head
 from train.checkpoints import Checkpoints, Progress
 from train.config import OptimConfig, RunConfig
+from train.distributed import clip, micro_batch
 from train.journal import Journal
 from train.pace import Pace
 from train.refused import save_batches
@@ -103,6 +103,12 @@ def schedule_factor(optim: OptimConfig, total_steps: int) -> Callable[[int], flo
     return factor
 
 
+def make_optimizer(head: Head, optim: OptimConfig) -> torch.optim.AdamW:
+    """Return AdamW on the head's parameters, with the learning rates that the head wants."""
+    groups = [{"params": list(group), "lr": optim.lr * share} for share, group in head.learning_rates().items()]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+
+
 def split(accelerator: Accelerator, indices: Sequence[int], accumulation: int) -> list[Sequence[int]]:
     """Return the micro-batches of this process's share of the global batch `indices`."""
     share = len(indices) // accelerator.num_processes
@@ -125,12 +131,11 @@ def accumulate_gradients(
     sums: dict[str, Tensor] = {}
     for number, micro in enumerate(micro_batches, start=1):
         batch = source.batch(micro)
-        # gradients are exchanged once, with the last micro-batch
-        with nullcontext() if number == len(micro_batches) else accelerator.no_sync(head):
+        with micro_batch(accelerator, head, last=number == len(micro_batches)) as backward:
             features = None if batch.features is None else batch.features.to(dtype)
             output = head(replace(batch, hidden=batch.hidden.to(dtype), features=features))
-            # DDP averages gradients over the processes; num_processes makes that a sum
-            accelerator.backward(output.loss * (accelerator.num_processes / count))
+            # gradients are averaged over the processes; num_processes makes that a sum
+            backward(output.loss * (accelerator.num_processes / count))
         loss = torch.stack([output.loss.detach(), output.loss.new_tensor(source.num_supervised(micro))])
         for name, value in {"loss": loss, **output.metrics}.items():
             sums[name] = sums.get(name, 0) + value.double()
@@ -156,6 +161,8 @@ class Trainer:
     save_head: Callable[[str, Mapping[str, float]], None]
     """Writes the head folder `best` or `last`, with what was measured."""
     pace: Pace
+    gather: Callable[[], None]
+    """Brings the head that `evaluate` decodes with up to date."""
 
     measured: Mapping[str, float] = field(default_factory=dict, init=False)
     """Result of the evaluation at the current step."""
@@ -195,11 +202,11 @@ class Trainer:
         names = list(sums)
         total = self.accelerator.reduce(torch.stack([flag, *sums.values()]), "sum").tolist()
         means = {name: part / max(count, 1.0) for name, (part, count) in zip(names, total[1:], strict=True)}
-        max_norm = self.config.optim.max_grad_norm or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(self.head.parameters(), max_norm))
-        if not math.isfinite(means["loss"]) or not math.isfinite(norm):
-            self._refuse(indices, means["loss"], norm)
         rate = self.scheduler.get_last_lr()[0]
+        finite = math.isfinite(means["loss"])
+        norm = clip(self.accelerator, self.head, self.config.optim.max_grad_norm) if finite else math.nan
+        if not math.isfinite(norm):
+            self._refuse(indices, means["loss"], norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -225,6 +232,7 @@ class Trainer:
     def _evaluate(self, stop: StopRequest) -> bool:
         """Evaluate, keep the best head, and return whether it was done to the end."""
         assert self.evaluate is not None
+        self.gather()
         self.head.eval()
         with torch.random.fork_rng():
             measured = self.evaluate(stop)

@@ -20,7 +20,7 @@ from decode import Target
 from heads.base import Head
 from heads.memory import give_back
 from train.config import RunConfig
-from train.imagined import LiveBytes, step_bytes
+from train.imagined import LiveBytes, counting, step_bytes
 from train.room import free_memory, free_on_device, resident
 
 GAPS = 0.5
@@ -122,9 +122,13 @@ class Work:
 
 
 def target_pass_bytes(target: Target, samples: Sequence[Encoded], feature_layers: Sequence[int]) -> int:
-    """Return the bytes that the target takes for the longest conversation, its states included; it is run once."""
+    """Return the bytes that the target takes for the longest conversation, its states included; it is run once.
+
+    Raises:
+        UnpredictableError: If they cannot be counted.
+    """
     counted = LiveBytes(target.device)
-    with counted:
+    with counting(), counted:
         compute_states(target, max(samples, key=lambda sample: len(sample.token_ids)), feature_layers)
     return counted.peak
 
@@ -182,6 +186,9 @@ def plan_memory(work: Work, local: int, held: tuple[int, int] | None = None) -> 
         work: The run.
         local: Processes on this machine, which share its memory.
         held: What this process has, target and head included; None to measure it now.
+
+    Raises:
+        UnpredictableError: If a step of the head cannot be counted.
     """
     on_cpu = work.target.device.type != "cuda"
     parts = head_parts(work, on_cpu=on_cpu)

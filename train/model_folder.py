@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ NOTES = "gorgon.json"
 
 
 def recover(path: Path) -> None:
-    """Bring back the folder `path` after a kill between the two renames of `save_model`."""
+    """Bring back the folder `path` after a kill between the two renames of `replace_folder`."""
     new, old = _neighbours(path)
     if not path.exists() and old.exists():  # only then is what stands beside it known to be whole
         (new if new.exists() else old).rename(path)
@@ -30,30 +30,22 @@ def _neighbours(path: Path) -> tuple[Path, Path]:
     return path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
 
 
-def save_model(model: PreTrainedModel, target: Target, path: Path, notes: Mapping[str, Any]) -> None:
-    """Write `model`, the target's tokenizer and `gorgon.json` to the folder `path`, replacing one that is there.
+def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Make the folder `path` anew, replacing one that is there.
 
     The folder is written beside its place, synced and renamed: a kill leaves the old one, the new one, or both beside
     their place, where `recover` finds them.
 
     Args:
-        model: The model.
-        target: Whose tokenizer it shares.
         path: The folder.
-        notes: How it was trained and measured.
+        write: Fills the folder that it is given.
     """
     recover(path)
     new, old = _neighbours(path)
     for left_over in (new, old):
         shutil.rmtree(left_over, ignore_errors=True)
-    with _no_progress_bars():
-        model.save_pretrained(new)
-    if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(new)
-    record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, **notes}
-    (new / NOTES).write_text(json.dumps(record, indent=2) + "\n")
-    for weights in new.glob("*.safetensors"):  # which the library makes for their owner alone, whatever the umask
-        weights.chmod(stat.S_IMODE((new / NOTES).stat().st_mode))
+    new.mkdir()
+    write(new)
     sync_folder(new)
     if path.exists():
         path.rename(old)
@@ -61,8 +53,31 @@ def save_model(model: PreTrainedModel, target: Target, path: Path, notes: Mappin
     shutil.rmtree(old, ignore_errors=True)
 
 
+def save_model(model: PreTrainedModel, target: Target, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write `model`, the target's tokenizer and `gorgon.json` to the folder `path`; see `replace_folder`.
+
+    Args:
+        model: The model.
+        target: Whose tokenizer it shares.
+        path: The folder.
+        notes: How it was trained and measured.
+    """
+
+    def write(new: Path) -> None:
+        with no_progress_bars():
+            model.save_pretrained(new)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(new)
+        record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, **notes}
+        (new / NOTES).write_text(json.dumps(record, indent=2) + "\n")
+        for weights in new.glob("*.safetensors"):  # which the library makes for their owner alone, whatever the umask
+            weights.chmod(stat.S_IMODE((new / NOTES).stat().st_mode))
+
+    replace_folder(path, write)
+
+
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing a bar for each file into the training's own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

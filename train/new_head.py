@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from data.conversations import Encoded
 from data.vocabulary import SupervisedTokens
@@ -15,20 +15,34 @@ from train.config import ConfigError, RunConfig
 from train.evaluate import draft_tree
 from train.teacher import check_teacher
 
+AnyHead = TypeVar("AnyHead", bound=Head)
+
 
 def build_head(config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]) -> Head:
     """Return an untrained head of the type that `config` names, with the draft vocabulary that the data use most."""
-    kind = head_class(config.head_type)
+    head = new_head(head_class(config.head_type), config, target)
+    choose_vocabulary(head, config, target, samples, say)
+    return head
+
+
+def new_head(kind: type[AnyHead], config: RunConfig, target: Target) -> AnyHead:
+    """Return an untrained head of type `kind`."""
     head_config = kind.Config(**config.head, **target_sizes(target, kind.Config))
     check_teacher(target, needs_teacher(config.head["losses"]), bias=False)  # which the head itself refuses
-    head = kind(head_config, target)
-    if head_config.draft_vocab_size is not None:
+    return kind(head_config, target)
+
+
+def choose_vocabulary(
+    head: Head, config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]
+) -> None:
+    """Give a head that has a draft vocabulary the tokens that the data use most."""
+    size = head.config.draft_vocab_size
+    if size is not None:
         tokens = SupervisedTokens(samples, target.vocab_size)
-        vocabulary = tokens.vocabulary(head_config.draft_vocab_size)
+        vocabulary = tokens.vocabulary(size)
         head.set_vocabulary(vocabulary.token_ids)
         say(vocabulary.describe())
-        say(tokens.table(head_config.draft_vocab_size, draft_tree(head, config.eval.tree).grow.depth))
-    return head
+        say(tokens.table(size, draft_tree(head, config.eval.tree).grow.depth))
 
 
 def target_sizes(target: Target, kind: type[HeadConfig]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.conversations import Encoded
@@ -21,9 +22,10 @@ from data.feature_files import FeatureFolder, is_taken, open_folder
 from data.feature_plan import contents_for
 from data.features import bytes_per_token, size_text
 from decode import Target
-from decode.loading import check_folder, find_dtype
+from decode.loading import find_dtype
 from heads.base import Head
-from train.config import ConfigError, RunConfig
+from train.config import ADAPTING, ConfigError, RunConfig
+from train.imagined import UnpredictableError
 from train.inputs import Inputs
 from train.memory_plan import Memory, Work, held_bytes, plan_memory, target_pass_bytes
 from train.room import disk_of, free_memory, free_on_device
@@ -56,6 +58,8 @@ class Plan:
     disk: Sequence[Disk]
     filling: int
     """Tokens whose states are not in data.feature_dir yet."""
+    unknown: str | None = None
+    """Why `memory` is empty, if it is."""
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
@@ -63,7 +67,9 @@ class Plan:
         tokens = len(work.steps) * optim.batch_size * mean_length(work.samples)
         longest = max(len(row.token_ids) for rows in work.largest for row in rows)
         processes = f" in each of {work.processes} processes" if work.processes > 1 else ""
+        unknown = f"plan: the memory of a step of {work.head.kind} heads cannot be predicted ({self.unknown})"
         return [
+            *([unknown] if self.unknown else []),
             *(f"plan: {memory.describe()}{processes}" for memory in self.memory),
             *(f"plan: {disk.describe()}" for disk in self.disk),
             f"plan: {len(work.steps)} steps of {optim.batch_size} conversations, about {tokens:,.0f} tokens; the "
@@ -102,33 +108,49 @@ def mean_length(samples: Sequence[Encoded]) -> float:
 def check_loading(config: RunConfig, accelerator: Accelerator) -> None:
     """Refuse a target that does not fit, before it is loaded.
 
+    What loads into a GPU is mapped from its files and takes no memory of the host's.
+
     Raises:
-        ConfigError: With the way out. OSError, ValueError: If there is no such model.
+        ConfigError: With the way out.
     """
-    name = config.target.name
-    check_folder(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))  # type: ignore[no-untyped-call]
-    count = sum(parameter.numel() for parameter in model.parameters())
-    local = _local_processes(accelerator)
+    name, dtype, on_gpu = config.target.name, config.target.dtype, accelerator.device.type == "cuda"
     memory = free_memory()
-    places = {"memory": None if memory is None else memory // local}
-    if accelerator.device.type == "cuda":
-        places["GPU memory"] = free_on_device(accelerator.device)
-    for place, free in places.items():
-        needed = loading_bytes(count, config.target.dtype, accelerator.device)
-        if free is not None and needed > free:
-            fits = [dtype for dtype in ("bfloat16",) if loading_bytes(count, dtype, accelerator.device) <= free]
-            way_out = f"--target.dtype={fits[0]} would fit; or take" if fits else "take"
-            raise ConfigError(
-                f"target.name={name} has {count:,} weights, which take {size_text(needed)} in {config.target.dtype} "
-                f"while they are loaded; {size_text(free)} of {place} are there: {way_out} a smaller target"
-            )
+    free = None if memory is None else memory // _local_processes(accelerator)
+    if on_gpu:
+        free = free_on_device(accelerator.device)
+    count = None if free is None else count_weights(name)
+    if free is None or count is None:
+        return
+    packs = not on_gpu and config.head_type not in ADAPTING and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    needed = loading_bytes(count, dtype, packs=packs)
+    if needed > free:
+        fits = loading_bytes(count, "bfloat16", packs=packs) <= free
+        way_out = "--target.dtype=bfloat16 would fit; or take" if fits else "take"
+        raise ConfigError(
+            f"target.name={name} has {count:,} weights, which take {size_text(needed)} in {dtype} while they are "
+            f"loaded; {size_text(free)} of {'GPU ' if on_gpu else ''}memory are there: {way_out} a smaller target"
+        )
 
 
-def loading_bytes(count: int, dtype: str, device: torch.device) -> int:
-    """Return what `count` weights take while they are loaded; on a CPU float32 ones are there twice when packed."""
-    copies = 2 if device.type == "cpu" and dtype == "float32" else 1
+def count_weights(name: str) -> int | None:
+    """Return how many weights a model has, without loading it; None where that cannot be said.
+
+    Loading says better what is wrong with a model than this could, and loads some that cannot be counted: quantised
+    ones are smaller, and a model's own code may compute with weights that have no numbers here.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except Exception:  # of that code, of the hub, of a file: any
+        return None
+    quantised = getattr(config, "quantization_config", None) is not None
+    return None if quantised else sum(parameter.numel() for parameter in model.parameters())
+
+
+def loading_bytes(count: int, dtype: str, *, packs: bool) -> int:
+    """Return what `count` weights take while they are loaded; float32 ones that are packed are there twice."""
+    copies = 2 if packs and dtype == "float32" else 1
     format_ = find_dtype(dtype)
     assert isinstance(format_, torch.dtype)
     return count * format_.itemsize * copies
@@ -172,11 +194,18 @@ def make_plan(
         steps=steps,
         processes=accelerator.num_processes,
         dtype=target.dtype,
-        target_pass=target_pass_bytes(target, inputs.samples, head.feature_layers),
+        target_pass=0,
     )
-    local = _local_processes(accelerator)
+    local, unknown = _local_processes(accelerator), _unpredictable(accelerator, config)
     filling, size = _missing(work, inputs)
-    plan = Plan(work, plan_memory(work, local), _disk(work, filling * size), filling)
+    disk, memory = _disk(work, filling * size), []
+    if unknown is None:
+        try:
+            work = replace(work, target_pass=target_pass_bytes(target, inputs.samples, head.feature_layers))
+            memory = plan_memory(work, local)
+        except UnpredictableError as error:
+            unknown = str(error)
+    plan = Plan(work, memory, disk, filling, unknown)
     plan.check_disk()
     if any(memory.excess for memory in plan.memory):
         predict = partial(plan_memory, local=local, held=held_bytes(target))
@@ -186,6 +215,14 @@ def make_plan(
     for line in plan.lines():
         say(line)
     return plan
+
+
+def _unpredictable(accelerator: Accelerator, config: RunConfig) -> str | None:
+    """Return why the memory of a step is not even tried to predict, or None."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        return f"{kind.value} spreads or offloads a part of it"
+    return "they train layers inside the target" if config.head_type in ADAPTING else None
 
 
 def _disk(work: Work, features: int) -> list[Disk]:

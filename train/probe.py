@@ -9,7 +9,8 @@ from accelerate import Accelerator
 
 from data.batches import BatchPlan
 from data.features import OnlineFeatures
-from train.loop import accumulate_gradients
+from train.distributed import clip, prepare
+from train.loop import accumulate_gradients, make_optimizer, schedule_factor
 from train.pace import MEASURED, WARM_UP, Pace
 from train.plan import Plan
 
@@ -19,15 +20,17 @@ def probe(accelerator: Accelerator, plan: Plan, say: Callable[[str], None]) -> N
     work, config = plan.work, plan.work.config
     memory = int(config.data.feature_memory * 2**30)
     source = OnlineFeatures(work.target, work.samples, memory, work.head.feature_layers)
-    optimizer = torch.optim.AdamW(work.head.parameters(), lr=config.optim.lr)
-    head, optimizer = accelerator.prepare(work.head.train(), optimizer)
+    optimizer = make_optimizer(work.head, config.optim)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(config.optim, work.steps.stop))
+    head, prepared, _ = prepare(accelerator, work.head, optimizer, scheduler)
     batches = BatchPlan(len(work.samples), config.optim.batch_size, config.run.seed)
     pace = Pace(work, source, say, plan.filling)
     for step in range(work.steps.start, work.steps.start + WARM_UP + MEASURED):
         indices = batches.indices(step)
         pace.begin()
         sums = accumulate_gradients(accelerator, head, source, indices, config.optim.accumulation)
-        optimizer.step()
-        optimizer.zero_grad()
+        clip(accelerator, head, config.optim.max_grad_norm)  # with DeepSpeed it makes the step
+        prepared.step()
+        prepared.zero_grad()
         torch.stack(list(sums.values())).tolist()  # waits for the device
         pace.end(indices)

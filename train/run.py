@@ -7,7 +7,6 @@ folders `best/` (highest eval/tokens_per_step) and `last/`. The same command on 
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import set_seed
 
 from data.batches import BatchPlan
 from data.conversations import Encoded
@@ -29,11 +28,12 @@ from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
 from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import PLAN, load_config
-from train.config import ConfigError, RunConfig, flat, naming
-from train.evaluate import Evaluation
+from train.config import ADAPTING, ConfigError, RunConfig, flat, naming
+from train.distributed import WholeHead, prepare, start_accelerator
+from train.drift import make_evaluation
 from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
-from train.loop import Trainer, schedule_factor
+from train.loop import Trainer, make_optimizer, schedule_factor
 from train.memory_plan import Work
 from train.pace import Pace
 from train.plan import check_loading, make_plan
@@ -62,13 +62,7 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, 
         changed. FloatingPointError: If a loss or gradient is not finite.
     """
     check_tracker(config.run.tracker)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
-        log_with=config.run.tracker,
-        project_dir=str(config.run.folder),
-        step_scheduler_with_optimizer=False,  # else accelerate takes a schedule step for each process
-    )
-    _check_processes(accelerator, config)
+    accelerator = start_accelerator(config)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", config.run.keep)
     with naming("run.dir", "choose another --run.dir or --run.name"):
         lock = open_folder(accelerator, config, checkpoints, plan_only=plan_only)
@@ -77,7 +71,8 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, 
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
         with naming(f"target.name={config.target.name}", "name a folder or a model of the hub"):
             check_loading(config, accelerator)
-            target = Target.from_pretrained(config.target.name, dtype=config.target.dtype, device=accelerator.device)
+            pack, dtype = config.head_type not in ADAPTING, config.target.dtype
+            target = Target.from_pretrained(config.target.name, dtype=dtype, device=accelerator.device, pack=pack)
         inputs = load_inputs(config, target)
         journal.say(inputs.describe())
         progress = _progress(checkpoints, inputs.hash(target))
@@ -127,27 +122,6 @@ def run_command(
         raise SystemExit(f"error: {error}") from error
 
 
-def _check_processes(accelerator: Accelerator, config: RunConfig) -> None:
-    known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if accelerator.distributed_type not in known:
-        raise ConfigError(
-            f"launched as {accelerator.distributed_type.value}: the loop splits batches itself and supports one "
-            "process or plain data parallelism (accelerate launch --multi_gpu)"
-        )
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", accelerator.mixed_precision):
-        raise ConfigError(
-            f"accelerate was launched with mixed precision {launched}, but precision is {config.precision}; set the "
-            "precision in the config (--precision=bf16) and leave it out of the launch"
-        )
-    pieces = accelerator.num_processes * config.optim.accumulation
-    if config.optim.batch_size % pieces:
-        raise ConfigError(
-            f"optim.batch_size ({config.optim.batch_size}) must be a multiple of processes x optim.accumulation "
-            f"({accelerator.num_processes} x {config.optim.accumulation})"
-        )
-
-
 def _progress(checkpoints: Checkpoints, inputs: str) -> Progress:
     newest = checkpoints.newest()
     if newest is None:
@@ -181,26 +155,29 @@ def _fit(
 ) -> bool:
     """Train and return whether the run came to its end. What is prepared for several processes lives in here only."""
     optim, total_steps = config.optim, work.steps.stop
-    optimizer = torch.optim.AdamW(head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+    optimizer = make_optimizer(head, optim)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
-    prepared, optimizer, scheduler = accelerator.prepare(head.train(), optimizer, scheduler)
+    whole = WholeHead(accelerator, head)
+    prepared, optimizer, scheduler = prepare(accelerator, head, optimizer, scheduler)
     newest = checkpoints.newest()
     if newest is not None:
-        checkpoints.load(accelerator, newest)
+        checkpoints.load(accelerator, newest, config.run.seed)
         journal.say(f"continuing at step {progress.step} from {newest}")
-    evaluate = Evaluation(accelerator, target, head, inputs.prompts, config.eval) if inputs.prompts else None
+    decoded = whole.head
+    evaluate = make_evaluation(accelerator, target, decoded, inputs.prompts, config.eval) if inputs.prompts else None
     source = _features(accelerator, config, target, head.feature_layers, inputs, journal)
     journal.say(source.describe())
-    parameters = sum(parameter.numel() for parameter in head.parameters())
+    parameters = sum(parameter.numel() for parameter in whole.head.parameters())
     journal.say(f"head: {head.kind}, {parameters:,} trained parameters; {total_steps} steps of {optim.batch_size}")
 
     fixed = _training_notes(config, target, head, inputs)
 
     def write_head(name: str, measured: Mapping[str, float]) -> None:
+        whole.gather()
         if accelerator.is_main_process:
             notes = HeadNotes(training={**fixed, "step": progress.step}, measured=dict(measured))
             with writing_run():
-                save(head, config.run.folder / name, target=target, notes=notes)
+                save(whole.head, config.run.folder / name, target=target, notes=notes)
 
     trainer = Trainer(
         accelerator=accelerator,
@@ -217,6 +194,7 @@ def _fit(
         evaluate=evaluate,
         save_head=write_head,
         pace=Pace(work, source, journal.say),
+        gather=whole.gather,
     )
     facts = {"head.parameters": parameters, "data.samples": len(inputs.samples)}
     journal.open(config, progress, total_steps, facts)

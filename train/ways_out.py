@@ -11,6 +11,7 @@ from data.features import size_text
 from decode.loading import DTYPES
 from heads.base import Head
 from train.config import RunConfig
+from train.imagined import UnpredictableError
 from train.memory_plan import Memory, Work
 
 Build = Callable[[RunConfig], Head]
@@ -34,8 +35,8 @@ def refusal(work: Work, memory: Sequence[Memory], build: Build, predict: Predict
     single = []
     for key, values in changes(work, memory):
         for value in values:
-            needed = predict(changed(work, key, value, build))
-            if not any(part.excess for part in needed):
+            needed = _fitting(changed(work, key, value, build), predict)
+            if needed:
                 single.append(f"\n  --{key}={value}: {_totals(needed)}")
                 break
     if single:
@@ -44,14 +45,23 @@ def refusal(work: Work, memory: Sequence[Memory], build: Build, predict: Predict
     for key, values in changes(work, memory):
         together = changed(together, key, values[-1], build)
         keys.append(f"--{key}={values[-1]}")
-        needed = predict(together)
-        if not any(part.excess for part in needed):
+        needed = _fitting(together, predict)
+        if needed:
             return (
                 f"the run does not fit: {lacks}. No single change is enough; together these are:\n  "
                 f"{' '.join(keys)}: {_totals(needed)}"
             )
     tried = f" (tried {' '.join(keys)})" if keys else ""
     return f"the run does not fit: {lacks}. No setting makes it fit{tried}; take a smaller target or more memory"
+
+
+def _fitting(work: Work, predict: Predict) -> Sequence[Memory]:
+    """Return what a run needs, if that is known and fits, else nothing."""
+    try:
+        needed = predict(work)
+    except UnpredictableError:
+        return []
+    return [] if any(part.excess for part in needed) else needed
 
 
 def changes(work: Work, memory: Sequence[Memory]) -> Iterator[tuple[str, list[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
@@ -14,7 +15,7 @@ from heads.base import Head, create_head, head_class
 from heads.checkpoint import HeadNotes, differences, read_notes, save_head
 from heads.formats import FORMATS
 from heads.formats.eagle3 import LAYER
-from heads.formats.folder import PICKLES, Foreign, read_folder
+from heads.formats.folder import PICKLES, Foreign, check_weights, read_folder, writing
 from heads.formats.medusa import is_medusa
 from heads.formats.target_files import BUFFERS, TargetFiles
 from heads.hub import find_head
@@ -45,13 +46,15 @@ def adopt(src: str | Path, out: str | Path, *, target: str | Path, aux: str | No
     files = TargetFiles(target)
     foreign.tensors = {key: tensor for key, tensor in foreign.tensors.items() if not key.endswith(BUFFERS)}
     try:
+        check_weights(foreign.tensors)
         sizes, state = module.from_engine(foreign, files, **({"aux": aux} if name == "eagle3" else {}))
         if foreign.tensors:
             raise ValueError(f"unexpected {sorted(foreign.tensors)}")
         head = _make(module.HEAD_TYPE, sizes, state, files)
     except ValueError as error:
         raise ValueError(f"cannot adopt {src} as {name} ({module.CONVENTION}): {error}") from error
-    save_head(head, out, target=files, notes=HeadNotes(training={MARK: str(src), "format": name}))
+    with writing(Path(out)):
+        save_head(head, out, target=files, notes=HeadNotes(training={MARK: str(src), "format": name}))
     return foreign.notes
 
 
@@ -77,11 +80,15 @@ def detect(foreign: Foreign) -> str:
 
 
 def _check_out(out: Path, src: Path) -> None:
-    if out.resolve() == src.resolve():
+    if os.path.realpath(out) == os.path.realpath(src):  # `Path.resolve` raises for links in a circle
         raise ValueError(f"{out} is the head's own folder; adopt it to another")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not out.is_dir() or MARK not in read_notes(out).training:
+    try:
+        adopted = out.is_dir() and MARK in read_notes(out).training
+    except ValueError:  # no head at all
+        adopted = False
+    if not adopted:
         raise ValueError(f"{out} holds something else than an adopted head; choose another folder, or empty this one")
 
 
@@ -91,6 +98,10 @@ def _make(kind: str, sizes: Mapping[str, Any], state: Mapping[str, Tensor], targ
     Raises:
         ValueError: If they do not go together.
     """
+    head_dim, largest = sizes.get("head_dim", 1), max(tensor.numel() for tensor in state.values())
+    for name, each in (("intermediate_size", 1), ("num_attention_heads", head_dim), ("num_key_value_heads", head_dim)):
+        if sizes.get(name, 1) * each * sizes["hidden_size"] > largest:  # maybe more than any memory holds
+            raise ValueError(f"{name} is {sizes[name]}, with head_dim {head_dim}: more than any of its weights has")
     head = create_head(kind, head_class(kind).Config(**sizes), target)
     if wrong := differences(head, state):
         raise ValueError(wrong)

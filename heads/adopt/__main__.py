@@ -7,6 +7,7 @@ FasterDecoding and vLLM; in safetensors, or in pickles, of which no code is run.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from heads.adopt import adopt
@@ -30,13 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         notes = adopt(args.src, args.out, target=args.target, aux=args.aux)
+        print(f"wrote {args.out}", *(f"note: {note}" for note in notes), sep="\n")
+        print(f"\n{shlex.join(['python', '-m', 'decode', args.target, 'PROMPT', '--head', args.out])}", flush=True)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {args.out}")
-    for note in notes:
-        print(f"note: {note}")
-    print(f"\npython -m decode {args.target} PROMPT --head {args.out}")
     return 0
 
 

@@ -37,4 +37,5 @@ def export(
             the target is missing or damaged, or `out` holds something else.
     """
     options = {"target": target, "engine": engine, "tokens": tokens, "dtype": dtype, "llama_cpp": llama_cpp}
-    return write(head, out, to=to, options=options).notes
+    written = write(head, out, to=to, options=options)
+    return [*written.notes, *written.left]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from heads.base import Head
-from heads.checkpoint import TUNED, load_head, read_target, stored_dtype
+from heads.checkpoint import load_head, read_target, stored_dtype
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
 from heads.export.commands import misread, serve_head, serve_model
 from heads.export.gguf import LAYERS, write_gguf
-from heads.files import write_atomically
+from heads.export.model import copy_model, left_behind
 from heads.formats import FORMATS, eagle, eagle3
-from heads.formats.folder import CONFIG, read_config, write_folder
+from heads.formats.folder import read_config, write_folder
 from heads.formats.target_files import TargetFiles
 from heads.hub import find_head
 from heads.medusa import MedusaConfig
@@ -55,6 +55,8 @@ class Written:
     """What is lost or differs there, in sentences."""
     commands: list[tuple[str, str]]
     """Engines and how to start them."""
+    left: list[str] = field(default_factory=list)
+    """What was not copied of a draft model's folder, in sentences, which only its owner should read."""
 
 
 def write(
@@ -70,13 +72,13 @@ def write(
         name: By which engines will know it; `out` by default.
     """
     written = _write(head, out, to, options)
-    return Written([*written.notes, *misread(to, name or str(out))], written.commands)
+    return replace(written, notes=[*written.notes, *misread(to, name or str(out))])
 
 
 def _write(head: str | Path, out: str | Path, to: str, options: Mapping[str, Any]) -> Written:
     _check_options(to, options)
     folder = find_head(head, *FILES)
-    if Path(out).resolve() == folder.resolve():
+    if os.path.realpath(out) == os.path.realpath(folder):  # `Path.resolve` raises for links in a circle
         raise ValueError(f"{out} is the head's own folder; export to another")
     if "model_type" in read_config(folder):
         if to != "hf":
@@ -128,15 +130,22 @@ def _write_head(head: Head, target: TargetFiles, out: str | Path, to: str, optio
         chosen = {name: options[name] for name in ("engine", "tokens") if options[name] is not None}
         foreign = FORMATS[to].to_engine(head, target, **chosen)
         write_folder(foreign, out, dtype=dtype)
-    known = {"dtype": target.dtype, "folder": str(target.folder)}
-    return Written(foreign.notes, serve_head(to, head, str(out), target.name, options["engine"], **known))
+    commands = serve_head(
+        to,
+        head,
+        str(out),
+        target.name,
+        options["engine"],
+        dtype=target.dtype,
+        folder=str(target.folder),
+        num_layers=target.num_layers,
+    )
+    return Written(foreign.notes, commands)
 
 
 def _copy_model(folder: Path, out: Path, target: str | Path | None) -> Written:
-    """Copy a draft model without what `decode.tune` measured; the config comes last, so that nobody loads a half."""
+    """Copy a draft model without what `decode.tune` measured."""
     model = TargetFiles(folder)  # complete
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty; choose another folder, or empty this one")
     notes: list[str] = []
     known: dict[str, str] = {}
     if target is not None:
@@ -145,10 +154,5 @@ def _copy_model(folder: Path, out: Path, target: str | Path | None) -> Written:
         sizes = [files.number("vocab_size") for files in (model, files_of_target)]
         if sizes[0] != sizes[1]:
             notes.append(f"vLLM refuses it: its vocabulary has {sizes[0]} tokens, the target's {sizes[1]}")
-    hidden = {file for file in folder.rglob(".*") for file in (file, *file.rglob("*"))}  # such as .cache of a download
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in {folder / TUNED, *hidden}]
-    for file in sorted(files, key=lambda file: file == folder / CONFIG):
-        place = out / file.relative_to(folder)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, lambda temporary, file=file: shutil.copyfile(file, temporary))  # type: ignore[misc]
-    return Written(notes, serve_model(str(out), "TARGET" if target is None else str(target), **known))
+    left = left_behind(copy_model(model, out))
+    return Written(notes, serve_model(str(out), "TARGET" if target is None else str(target), **known), left)

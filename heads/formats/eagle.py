@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from heads.eagle import EagleHead
-from heads.formats.folder import MAP_FILE, TOKEN_MAP, Foreign
-from heads.formats.llama import llama_config, read_layer_config, section
+from heads.formats.folder import MAP_FILE, TOKEN_MAP, Foreign, section
+from heads.formats.llama import flag, llama_config, read_layer_config
 from heads.formats.target_files import TargetFiles
 from heads.formats.vocabulary import drop_target_copy, take_token_map
 
@@ -35,6 +35,7 @@ def to_engine(head: EagleHead, target: TargetFiles, *, engine: str) -> Foreign:
     """
     if engine not in ARCHITECTURES:
         raise ValueError(f"EAGLE heads are written for one of {', '.join(ARCHITECTURES)}, got {engine!r}")
+    _check_embedding(target)
     found = {name: tensor for name, tensor in head.state_dict().items() if name != "vocabulary"}
     written = {"architectures": [ARCHITECTURES[engine]], **llama_config(head.config, target)}
     foreign = Foreign(written, found)
@@ -59,13 +60,14 @@ def from_engine(foreign: Foreign, target: TargetFiles) -> tuple[dict[str, Any], 
         ValueError: If it is none, or one that heads here cannot be.
     """
     config = section(foreign.config, "model") or foreign.config  # vLLM knows a wrapping
+    _check_embedding(target)
     sizes = read_layer_config(config, target)
     drop_target_copy(foreign, "embed_tokens.weight", target.embed.weight)
     drop_target_copy(foreign, "lm_head.weight", target.lm_head.weight)
     state = {"fc.weight": foreign.take("fc.weight")}
     bias = foreign.tensors.pop(BIAS, torch.zeros(1))
     if bias.any():
-        if config.get("bias") is False:  # SafeAILab's, of fc; of attention nobody trains one
+        if not flag(config, "bias", True):  # SafeAILab's, of fc; of attention nobody trains one
             raise ValueError(f"{BIAS} is not zero, but `bias` is false; delete the one that is wrong")
         state[BIAS] = bias
     state |= {name: foreign.take(name) for name in list(foreign.tensors) if name.startswith("layers.0.")}
@@ -76,3 +78,16 @@ def from_engine(foreign: Foreign, target: TargetFiles) -> tuple[dict[str, Any], 
     if ids is not None:
         state["vocabulary"] = ids.sort().values
     return {**sizes, "fc_bias": BIAS in state, "draft_vocab_size": size}, state
+
+
+def _check_embedding(target: TargetFiles) -> None:
+    """Refuse targets whose embedding heads here read otherwise than engines; EAGLE-3 evens it out by its norm.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if target.scales_embedding:
+        raise ValueError(
+            f"EAGLE heads in engines read the rows of the target's embedding as they are stored, and here as "
+            f"{target.text_config.get('model_type')} models scale them: drafts would not be the same. Train EAGLE-3"
+        )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.eagle3 import Eagle3Head
-from heads.formats.folder import Foreign
-from heads.formats.llama import llama_config, read_layer_config, section
+from heads.eagle3 import Eagle3Config, Eagle3Head
+from heads.formats.folder import Foreign, section
+from heads.formats.llama import flag, llama_config, read_layer_config
 from heads.formats.target_files import TargetFiles
 from heads.formats.vocabulary import drop_target_copy, drop_zeros, sort_vocabulary, take_vocabulary
 
@@ -74,7 +74,25 @@ def to_engine(head: Eagle3Head, target: TargetFiles) -> Foreign:
         notes += notes_of_llama_cpp(target)
     if config.norm_before_residual:
         notes.append("SGLang and OpenVINO GenAI do not know norm_before_residual, and would draft badly")
+    if len(layers) == 1:
+        notes.append("SGLang leaves fc out where one decoder layer is read, and would draft badly")
+    if layers[-1] == target.num_layers:
+        notes.append(
+            f"SGLang does not hand on the output of a target's last layer, here {layers[-1]}, which this head reads: "
+            "it would stop, or draft badly"
+        )
     return Foreign(written, tensors(head, LAYER), notes)
+
+
+def sglang_drafts(config: Eagle3Config, num_layers: int | None) -> bool:
+    """Return whether SGLang (0.5.23) computes such a head, as far as is known; see the notes of `to_engine`.
+
+    Args:
+        config: Of the head.
+        num_layers: Of the target; None if nobody knows.
+    """
+    layers = config.feature_layers
+    return not config.norm_before_residual and len(layers) > 1 and layers[-1] != num_layers
 
 
 def notes_of_llama_cpp(target: TargetFiles) -> list[str]:
@@ -123,13 +141,13 @@ def from_engine(
     """
     config = foreign.config
     nested = section(config, "eagle_config")
-    for flag in FLAGS:
-        if config.get(flag) or nested.get(flag):
+    for name in FLAGS:
+        if flag(config, name) or flag(nested, name):
             also = (
-                "; in configs of SpecForge it means what all heads do: delete it there" if flag == "norm_output" else ""
+                "; in configs of SpecForge it means what all heads do: delete it there" if name == "norm_output" else ""
             )
-            raise ValueError(f"{flag} is set, which heads here do not have{also}")
-    if nested.get("use_aux_hidden_state") is False:
+            raise ValueError(f"{name} is set, which heads here do not have{also}")
+    if not flag(nested, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state is false; heads here read decoder layers")
     sizes = read_layer_config(config, target)
     drop_zeros(foreign, "fc.bias")
@@ -156,7 +174,7 @@ def from_engine(
         "draft_vocab_size": size,
         "own_lm_head": "projection.weight" in state,
         "feature_layers": tuple(layers),
-        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        "norm_before_residual": flag(config, "norm_before_residual"),
     }
     return sizes, state
 
@@ -180,10 +198,12 @@ def read_aux_layers(config: Mapping[str, Any], num_layers: int, aux: str | None)
             f"eagle_config.{IDS} is {nested}, which vLLM reads as outputs of the layers before these and SGLang as "
             "outputs of these; say which the head was trained for: aux='vllm' or 'sglang' (--aux)"
         )
-    layers = top or nested or default_layers(num_layers)
-    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
-        raise ValueError(f"{IDS} must be a list of numbers, got {layers!r}")
-    layers = [layer + (aux == "sglang") for layer in layers]
+    for found in (top, nested):
+        if found is not None and not (isinstance(found, list) and all(type(layer) is int for layer in found)):
+            raise ValueError(f"{IDS} must be a list of numbers, got {found!r}")
+    if top and nested and nested not in (top, [layer - 1 for layer in top]):
+        raise ValueError(f"{IDS} is {top}, but {nested} in eagle_config; delete the one that is wrong")
+    layers = [layer + (aux == "sglang") for layer in top or nested or default_layers(num_layers)]
     if layers != sorted(set(layers)) or layers[0] < 1 or layers[-1] > num_layers:
         raise ValueError(
             f"the head reads outputs of layers {layers}, which must ascend from 1 to the target's {num_layers}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import pickle
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,10 @@ DAMAGED = (  # what torch's reader raises on pickles that are none, cut off, or 
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, ValueError, TypeError, LookupError),
     *(AttributeError, AssertionError),
 )
+INDICES = ("d2t", "t2d", TOKEN_MAP)
+"""Ends of the names of tensors of token ids."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 WHOLE_MODEL = "medusa_head."
 """Of a checkpoint with such names, all others are of the target."""
 OURS = {"format": "pt", "written_by": "gorgon"}
@@ -70,11 +77,23 @@ def read_config(folder: str | Path, name: str = CONFIG) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{folder} is no folder of a head or a model: it has no {name}") from None
-    except ValueError as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8, and of lists in lists without end
         raise ValueError(f"{path} is not valid JSON ({error}); copy the folder again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object, got {str(config)[:60]}")
     return config
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a config; an empty one where it is missing or null.
+
+    Raises:
+        ValueError: If it is no object.
+    """
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"config.json must have an object as {name}, got {found!r}")
+    return found
 
 
 def read_folder(folder: str | Path) -> Foreign:
@@ -122,7 +141,9 @@ def _read_pickles(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in (file for pattern in PICKLES for file in sorted(path.glob(pattern)) if file.name != MAP_FILE):
         found = _unpickle(file)
-        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        if not isinstance(found, Mapping) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+        ):
             raise ValueError(f"{file} holds no mapping of names to tensors; if it is of no head, move it away")
         _merge(tensors, found, file)
     if any(name.startswith(WHOLE_MODEL) for name in tensors):
@@ -135,7 +156,9 @@ def _unpickle(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except DAMAGED as error:
-        raise ValueError(f"cannot read {file} as weights only, it is damaged or holds more: {error}") from error
+        raise ValueError(  # without torch's advice, which is to run what it says
+            f"cannot read {file} as weights only, it is damaged or holds more; copy it again, or ask for safetensors"
+        ) from error
 
 
 def _ids(file: Path) -> Tensor:
@@ -151,6 +174,53 @@ def _merge(tensors: dict[str, Tensor], found: Mapping[str, Tensor], file: Path) 
     if twice := sorted(tensors.keys() & found.keys()):
         raise ValueError(f"{file} holds {twice}, which other files of its folder hold too; leave one of them there")
     tensors |= found
+
+
+def check_weights(tensors: Mapping[str, Tensor]) -> None:
+    """Make sure that tensors are plain numbers, as heads have them.
+
+    Raises:
+        ValueError: If one is quantized, sparse, not finite, or of integers where no token ids are expected.
+    """
+    for name, tensor in tensors.items():
+        plain = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+        if plain and tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{name} claims {tensor.numel()} numbers, which are not in its file; copy it again")
+        whole = name.endswith(INDICES) and plain and tensor.dtype in INTEGERS
+        if not whole and not (plain and tensor.dtype in FLOATS):
+            raise ValueError(
+                f"{name} is of {tensor.dtype} ({tensor.layout}), which heads here cannot have; expected is one of "
+                f"{', '.join(map(str, INTEGERS if name.endswith(INDICES) else FLOATS))}; unpack or dequantize it first"
+            )
+        if not whole and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} holds numbers that are infinite or none (NaN); copy or train the head again")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Keep others from writing to a folder, which is made if missing, and leave no half files in it.
+
+    Raises:
+        ValueError: If somebody else is writing there.
+        OSError: If it cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"somebody else is writing to {folder}; wait for that, or choose another folder") from None
+        before = {*folder.glob("*.tmp")}
+        try:
+            yield
+        except (SafetensorError, RuntimeError) as error:  # of a full disk, from Rust and from torch
+            raise OSError(f"cannot write to {folder}: {error}; see whether the disk is full") from error
+        finally:
+            for half in {*folder.glob("*.tmp")} - before:
+                half.unlink()
+    finally:
+        os.close(descriptor)
 
 
 def check_out(out: str | Path) -> None:
@@ -190,21 +260,27 @@ def write_folder(foreign: Foreign, out: str | Path, *, dtype: torch.dtype) -> No
         dtype: Store floating-point weights in this precision.
 
     Raises:
-        ValueError: See `check_out`.
+        ValueError: See `check_out` and `writing`; or if a weight has no number in this precision.
+        OSError: If it cannot be written.
     """
     check_out(out)
     folder = Path(out)
     tensors = {}
     for name, tensor in foreign.tensors.items():
         cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if cast.is_floating_point() and not bool(cast.isfinite().all()):
+            raise ValueError(
+                f"{name} holds numbers that are infinite or none (NaN) in {dtype}; choose a wider precision (--dtype), "
+                "or train the head again"
+            )
         tensors[name] = cast.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share memory
     text = json.dumps({**foreign.config, "torch_dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).unlink(missing_ok=True)
-    for file in list(folder.iterdir()):
-        file.unlink()
-    if foreign.map_file:
-        ids = tensors.pop(TOKEN_MAP)
-        write_atomically(folder / MAP_FILE, lambda temporary: torch.save(ids, temporary))
-    write_atomically(folder / foreign.weights, lambda temporary: save_file(tensors, temporary, OURS))
-    write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))
+    with writing(folder):
+        (folder / CONFIG).unlink(missing_ok=True)
+        for file in list(folder.iterdir()):
+            file.unlink()
+        if foreign.map_file:
+            ids = tensors.pop(TOKEN_MAP)
+            write_atomically(folder / MAP_FILE, lambda temporary: torch.save(ids, temporary))
+        write_atomically(folder / foreign.weights, lambda temporary: save_file(tensors, temporary, OURS))
+        write_atomically(folder / CONFIG, lambda temporary: temporary.write_text(text))

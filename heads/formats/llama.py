@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from heads.formats.folder import section
 from heads.formats.target_files import TargetFiles
 from heads.layers import LayerConfig
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FACTORS = ("logit_scale", "partial_rotary_factor")
+"""What engines read in such configs and heads here do not have, but for 1."""
+PLAIN_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section")
+"""What may be said of plain positions; in text those of several axes are the same."""
+HUGE = 2**63
+"""More than any integer of torch."""
 
 
 def llama_config(config: LayerConfig, target: TargetFiles) -> dict[str, Any]:
@@ -53,38 +60,45 @@ def read_layer_config(config: Mapping[str, Any], target: TargetFiles) -> dict[st
         if config.get(name, value) != value:
             raise ValueError(f"{name} is {config[name]!r}; heads here have {value!r}")
     for name in ("attention_bias", "mlp_bias"):
-        if config.get(name):
+        if flag(config, name):
             raise ValueError(f"{name} is set; layers of heads here have no biases")
-    heads = _number(config, "num_attention_heads")
+    for name in FACTORS:
+        if config.get(name) not in (None, 1.0):
+            raise ValueError(f"{name} is {config[name]!r}; heads here have none")
+    heads = _number(config, "num_attention_heads", kind=int)
     return {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
-        "intermediate_size": _number(config, "intermediate_size"),
+        "intermediate_size": _number(config, "intermediate_size", kind=int),
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(config, "num_key_value_heads", heads),
-        "head_dim": _number(config, "head_dim", hidden_size // heads),
+        "num_key_value_heads": _number(config, "num_key_value_heads", heads, kind=int),
+        "head_dim": _number(config, "head_dim", hidden_size // heads, kind=int),
         "rms_norm_eps": float(_number(config, "rms_norm_eps", 1e-6)),
         "rope_theta": _rope_theta(config),
     }
 
 
-def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a part of a config; an empty one where it is missing or null.
+def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a yes or no of a config; the default where it is missing or null.
 
     Raises:
-        ValueError: If it is no object.
+        ValueError: If it is something else, such as "false".
     """
-    found = config.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"config.json must have an object as {name}, got {found!r}")
+    found = default if config.get(name) is None else config[name]
+    if not isinstance(found, bool):
+        raise ValueError(f"config.json must have {name} as true or false, got {found!r}")
     return found
 
 
-def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> Any:
+def _number(
+    config: Mapping[str, Any], name: str, default: float | None = None, *, kind: type[int] | type[float] = float
+) -> Any:
     """Return a number above 0; the default where it is missing or null."""
     found = default if config.get(name) is None else config[name]
-    if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
-        raise ValueError(f"config.json must have {name}, a number above 0, got {found!r}")
+    if isinstance(found, bool) or not isinstance(found, int | kind) or not 0 < found < HUGE:
+        raise ValueError(
+            f"config.json must have {name}, {'an integer' if kind is int else 'a number'} above 0, got {found!r}"
+        )
     return found
 
 
@@ -95,5 +109,12 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
         kind = found.get("rope_type", found.get("type", "default"))
         if kind != "default":
             raise ValueError(f"{name} asks for {kind!r} positions; heads here have plain ones")
-    base = _number(config, "rope_theta", 10000.0)  # Llama's
-    return float(_number(new, "rope_theta", base))
+        strange = [key for key, value in found.items() if value is not None and key not in PLAIN_ROPE]
+        if strange or found.get("partial_rotary_factor") not in (None, 1.0):
+            raise ValueError(f"{name} is {dict(found)}; heads here have plain positions, with nothing but a rope_theta")
+    bases = {float(_number(part, "rope_theta")) for part in (config, new) if part.get("rope_theta") is not None}
+    if len(bases) > 1:
+        raise ValueError(
+            f"rope_theta is {config['rope_theta']} and in rope_parameters {new['rope_theta']}; delete the wrong one"
+        )
+    return next(iter(bases), 10000.0)  # Llama's

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from heads.formats.folder import MEDUSA_WEIGHTS, TOKEN_MAP, Foreign
+from heads.formats.llama import flag
 from heads.formats.target_files import TargetFiles
 from heads.formats.vocabulary import drop_target_copy, same, take_token_map
 from heads.medusa import MedusaHead
@@ -80,7 +81,7 @@ def from_engine(foreign: Foreign, target: TargetFiles) -> tuple[dict[str, Any], 
     """
     vocab_size, size = target.lm_head.weight.shape
     _check_config(foreign.config, size, vocab_size)
-    with_bias = foreign.config.get("medusa_fc_bias", not any(VLLM in name for name in foreign.tensors))
+    with_bias = flag(foreign.config, "medusa_fc_bias", not any(VLLM in name for name in foreign.tensors))
     _rename(foreign)
     places = [tuple(map(int, match.groups())) for match in map(LINEAR.fullmatch, foreign.tensors) if match]
     if not places:
@@ -131,7 +132,7 @@ def _rename(foreign: Foreign) -> None:
             "some weights are there under FasterDecoding's names and under vLLM's; leave one of them there"
         )
     layers = max((int(match[2]) + 1 for match in map(LINEAR.fullmatch, named) if match), default=0)
-    if foreign.config.get("original_lm_head") and SHARED not in named and "lm_heads.0.weight" in named:
+    if flag(foreign.config, "original_lm_head") and SHARED not in named and "lm_heads.0.weight" in named:
         named[SHARED] = named.pop("lm_heads.0.weight")
     foreign.tensors = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): tensor for name, tensor in named.items()}
 
@@ -144,7 +145,7 @@ def _projection(foreign: Foreign, target: TargetFiles, names: list[str], ids: Te
     """
     weight = target.lm_head.weight.detach()
     shared = weight
-    if ids is not None and SHARED in foreign.tensors and len(foreign.tensors[SHARED]) == len(ids):
+    if ids is not None and SHARED in foreign.tensors and foreign.tensors[SHARED].shape[:1] == ids.shape:
         shared = weight[ids]  # rows in the order of token_map, which need not ascend
     drop_target_copy(foreign, SHARED, shared)
     if not any(name in foreign.tensors for name in names):
@@ -153,9 +154,9 @@ def _projection(foreign: Foreign, target: TargetFiles, names: list[str], ids: Te
     own = []
     for name in names:
         found = foreign.take(name)
-        if ids is not None and len(found) == len(ids):
+        if ids is not None and found.shape[:1] == ids.shape:
             found = found[ids.argsort()]
-        elif len(found) == len(weight):
+        elif found.shape[:1] == weight.shape[:1]:
             found = found[rows]
         if found.shape != (len(rows), weight.shape[1]):
             raise ValueError(f"{name} has shape {tuple(found.shape)}, expected {(len(rows), weight.shape[1])}")

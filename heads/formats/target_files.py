@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from heads.fingerprint import fingerprint
-from heads.formats.folder import WEIGHTS, read_config, tensor_names
+from heads.formats.folder import WEIGHTS, read_config, section, tensor_names
 from heads.hub import find_folder
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -25,8 +25,10 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 LM_HEADS = ("lm_head.weight", "embed_out.weight")
 RENAMED = {"embed_out.weight": "lm_head.weight"}
 """Names in files that transformers' models call otherwise."""
-BARE, EXPERTS = (*EMBEDDINGS, "language_model."), ".experts."
-"""Names that modules do not have: without the model's own name before them, and of experts, which are one module."""
+BARE = (*EMBEDDINGS, "language_model.")
+"""Beginnings of names that modules do not have: the model's own is not before them."""
+SCALED_EMBEDDINGS = ("gemma", "vaultgemma", "minicpm3", "inkling")
+"""Types of models, or how those begin, whose embedding modules scale or normalize what they look up."""
 BUFFERS = (".rotary_emb.inv_freq",)
 """Ends of names in old files that are no weights."""
 
@@ -66,19 +68,31 @@ class TargetFiles:
     @property
     def text_config(self) -> Mapping[str, Any]:
         """The config of the language model, of a model that has others beside it too."""
-        text: Mapping[str, Any] = self.config.get("text_config", self.config)
-        return text
+        return section(self.config, "text_config") or self.config
+
+    @property
+    def scales_embedding(self) -> bool:
+        """Whether the model's embedding gives other numbers than the rows of its weight."""
+        kind = str(self.text_config.get("model_type"))
+        return kind.startswith(SCALED_EMBEDDINGS) or bool(self.text_config.get("scale_embedding"))
 
     def number(self, *names: str) -> int:
-        """Return a number of the config, under the first name that it has.
+        """Return a number above 0 of the config, under the first name that it has.
 
         Raises:
             ValueError: If it has none.
         """
         for name in names:
-            if isinstance(self.text_config.get(name), int):
-                return int(self.text_config[name])
-        raise ValueError(f"the config.json of {self.name} must have a number {' or '.join(names)}")
+            found = self.text_config.get(name)
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+        raise ValueError(f"the config.json of {self.name} must have {' or '.join(names)}, a number above 0")
+
+    @property
+    def weight_files(self) -> set[Path]:
+        """The files of the weights that are read, with their index if they have one."""
+        index = self.folder / INDEX
+        return {*self._files.values(), *([index] if index.is_file() else [])}
 
     @property
     def dtype(self) -> str:
@@ -108,7 +122,7 @@ class TargetFiles:
     @cached_property
     def embed(self) -> nn.Embedding:
         """Token embedding."""
-        weight = self.tensor(self._only(EMBEDDINGS, "token embedding"))
+        weight = self._matrix(EMBEDDINGS, "token embedding")
         module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
         module.weight = nn.Parameter(weight, requires_grad=False)
         return module
@@ -119,15 +133,22 @@ class TargetFiles:
         if not any(name.endswith(LM_HEADS) for name in self._files):
             return True
         says = self.config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings"))
-        return torch.equal(self.embed.weight, self._lm_head_weight()) if says is None else bool(says)
+        return torch.equal(self.embed.weight, self._matrix(LM_HEADS, "lm_head")) if says is None else bool(says)
 
-    def _lm_head_weight(self) -> Tensor:
-        return self.tensor(self._only(LM_HEADS, "lm_head"))
+    def _matrix(self, endings: tuple[str, ...], what: str) -> Tensor:
+        name = self._only(endings, what)
+        found = self.tensor(name)
+        if found.dim() != 2 or not found.is_floating_point():
+            raise ValueError(
+                f"{name} of {self.name} must be a matrix of floating-point numbers, got {found.dtype} "
+                f"{tuple(found.shape)}; give the target that is not quantized"
+            )
+        return found
 
     @cached_property
     def lm_head(self) -> nn.Linear:
         """Output projection; the embedding's weight where they are tied."""
-        weight = self.embed.weight if self._tied else self._lm_head_weight()
+        weight = self.embed.weight if self._tied else self._matrix(LM_HEADS, "lm_head")
         bias = [name for name in self._files if name.endswith("lm_head.bias")]
         module = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(bias), device="meta")
         module.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -151,11 +172,10 @@ class TargetFiles:
         Raises:
             ValueError: If the files cannot tell.
         """
-        if strange := [name for name in self._files if name.startswith(BARE) or EXPERTS in name]:
+        if strange := [name for name in self._files if name.startswith(BARE)]:
             raise ValueError(
                 f"the files of {self.name} name weights otherwise than transformers' modules ({strange[0]}), so that "
-                "nobody can tell by them which target it is: save it with save_pretrained; for mixtures of experts, "
-                "heads cannot be exported and adopted yet"
+                "nobody can tell by them which target it is: save it with save_pretrained"
             )
         names = [name for name in self._files if not (self._tied and name.endswith(LM_HEADS))]
         files = {RENAMED.get(name, name): name for name in names}

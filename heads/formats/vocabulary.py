@@ -16,6 +16,8 @@ def take_vocabulary(foreign: Foreign, vocab_size: int) -> Tensor | None:
         ValueError: If they are no draft vocabulary.
     """
     mask = foreign.tensors.pop("t2d", None)
+    if mask is not None and tuple(mask.shape) != (vocab_size,):
+        raise ValueError(f"t2d has shape {tuple(mask.shape)}, expected {(vocab_size,)}")
     if "d2t" not in foreign.tensors:
         if mask is not None and not bool(mask.all()):
             raise ValueError("t2d leaves tokens out, but d2t is missing; copy the head again")

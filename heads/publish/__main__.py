@@ -53,12 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         else:
             published = publish(args.folder, args.repo, private=args.private, **more)
             notes, files, done = published.notes, published.files, f"published {published.url}"
+        print(done, ", ".join(files), *(f"note: {note}" for note in notes), sep="\n", flush=True)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{done}\n{', '.join(files)}")
-    for note in notes:
-        print(f"note: {note}")
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.publish.contents import Contents
-from heads.publish.tables import base_name, flat, measured_tables, settings, table
+from heads.publish.tables import base_name, code, flat, measured_tables, plain, settings, table
 from heads.publish.usage import usage
 
 MARK = "gorgon"
@@ -61,9 +61,11 @@ def check_card(path: Path) -> None:
 
     try:
         data = ModelCard(path.read_text(encoding="utf-8")).data.to_dict()  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError, yaml.YAMLError) as error:  # of UTF-8 and of the metadata
-        raise ValueError(f"{path} is no model card: {error}") from error
-    if MARK not in (data.get("tags") or []):
+    except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:  # of UTF-8 and the metadata
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is no model card ({reason}); mend the metadata between its lines of ---") from error
+    tags = data.get("tags")
+    if not isinstance(tags, list) or MARK not in tags:
         raise ValueError(
             f"the metadata of {path} must have `{MARK}` among the tags, by which the next publication knows that the "
             "repository is its own; a card made by --dry-run has it"
@@ -100,9 +102,9 @@ def _introduction(publication: Publication) -> list[str]:
     contents, to = publication.contents, publication.to
     what = NAMES.get(_kind(contents), f"A {_kind(contents)} head") if contents.head else "A draft model"
     base = publication.base_model
-    name = base_name(publication.target) or "its target"
+    name = plain(base_name(publication.target)) or "its target"
     target = f"[{base}](https://huggingface.co/{base})" if base else name
-    known = f" (fingerprint `{contents.fingerprint}`)" if contents.fingerprint else ""
+    known = f" (fingerprint {code(contents.fingerprint)})" if contents.fingerprint else ""
     lines = [
         f"{what} with {contents.parameters:,} parameters for {target}{known}. Drafts several tokens at a time, of "
         "which the target keeps those that it would have written itself: its text comes faster, and stays its own."

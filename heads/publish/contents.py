@@ -78,6 +78,11 @@ def read_contents(folder: Path) -> Contents:
     if "model_type" in config:
         return _read_model(folder, config)
     read_target(folder)  # refuses what is no head's config
+    if (folder / "adapter").is_dir():
+        raise ValueError(
+            f"{folder} drafts for a target with the adapter in it, which nobody else has: make one model of both "
+            f"(python -m train.merge {folder} OUT), and publish OUT/target and OUT/head"
+        )
     target, notes = RecordedTarget(folder), read_notes(folder)
     head = load_head(folder, target, dtype=stored_dtype(folder))
     return Contents(

@@ -10,6 +10,7 @@ from typing import Any
 from heads.checkpoint import CONFIG, TUNED, WEIGHTS
 from heads.export.write import FILES, FLAGS, write
 from heads.files import write_atomically
+from heads.formats.folder import writing
 from heads.formats.target_files import TargetFiles
 from heads.hub import NAME, find_head, is_hub_name
 from heads.publish.card import Publication, check_card, write_card
@@ -45,8 +46,7 @@ def stage(
         ValueError: See `heads.push_to_hub`.
     """
     out = Path(out)
-    if not NAME.fullmatch(repo):
-        raise ValueError(f"{repo!r} is no name of a repository; give USER/NAME, such as jane/llama-3-8b-eagle3")
+    _check_name(repo)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; choose another folder, or empty this one")
     if card is not None:
@@ -57,14 +57,29 @@ def stage(
     target = str(contents.target if options["target"] is None else options["target"])
     base_model = target if is_hub_name(target) else None
     _check(contents, to, options, target, base_model)
-    lost = _copy_head(source, out) if to is None else _export(source, out, repo, to, options)
+    lost, left = (_copy_head(source, out), []) if to is None else _export(source, out, repo, to, options)
     publication = Publication(contents, repo, target, base_model, to, options["engine"], license, lost)
     text = write_card(publication) if card is None else Path(card).read_text(encoding="utf-8")
-    notes = [*lost, *_notes(publication, folder)]
+    notes = [*lost, *left, *_notes(publication, folder)]
     if (out / CARD).exists() and card is None:
         notes.append(f"the card takes the place of {folder}/{CARD}; to keep it, add the tag gorgon there and --card")
     write_atomically(out / CARD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return notes
+
+
+def _check_name(repo: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    reason = "" if NAME.fullmatch(repo) else "a user, a slash and a name"
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        reason = reason or str(error)
+    if reason:
+        raise ValueError(
+            f"{repo!r} is no name of a repository; give USER/NAME, such as jane/llama-3-8b-eagle3 ({reason})"
+        )
 
 
 def _check(contents: Contents, to: str | None, options: Mapping[str, Any], target: str, base_model: str | None) -> None:
@@ -87,17 +102,19 @@ def _check(contents: Contents, to: str | None, options: Mapping[str, Any], targe
 
 
 def _copy_head(source: Path, out: Path) -> list[str]:
-    out.mkdir(parents=True, exist_ok=True)
-    for name in (WEIGHTS, TUNED, CONFIG):
-        if (source / name).is_file():
-            write_atomically(out / name, lambda temporary, file=source / name: shutil.copyfile(file, temporary))  # type: ignore[misc]
+    with writing(out):
+        for name in (WEIGHTS, TUNED, CONFIG):
+            if (source / name).is_file():
+                write_atomically(out / name, lambda temporary, file=source / name: shutil.copyfile(file, temporary))  # type: ignore[misc]
     return []
 
 
-def _export(source: Path, out: Path, repo: str, to: str, options: Mapping[str, Any]) -> list[str]:
+def _export(source: Path, out: Path, repo: str, to: str, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return what the readers of the card should know, and what only the publisher."""
     out.mkdir(parents=True, exist_ok=True)
     file = file_name(repo, to)
-    return write(source, out / file if file else out, to=to, options=options, name=repo).notes
+    written = write(source, out / file if file else out, to=to, options=options, name=repo)
+    return written.notes, written.left
 
 
 def _notes(publication: Publication, folder: str | Path) -> list[str]:

@@ -10,12 +10,14 @@ from typing import Any
 from heads.hub import is_hub_name
 
 FIGURE = re.compile(
-    r"(?:(?P<set>.+?)/)??(?:t(?P<temperature>[0-9.]+(?:e-?[0-9]+)?)/)?(?P<chain>chain/)?"
+    r"(?:(?P<set>.+?)/)??(?:t(?P<temperature>[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)/)?(?P<chain>chain/)?"
     r"(?P<figure>tokens_per_step|speedup|accept_rate/depth[0-9]+)"
 )
 """Names of what evaluation measures, as `train/evaluate.py` makes them: `[<set>/][t<temperature>/][chain/]<figure>`."""
 ENDS = ("_low", "_high")
 MISMATCHES = "mismatches"
+MARKS = r"\|`<>[]"
+"""Of Markdown and HTML, what makes more than text of text."""
 TITLES = {"tokens_per_step": "tokens per step", "speedup": "speed-up"}
 DEPTH = "accept_rate/depth"
 DATA_FILES = (".json", ".jsonl", ".parquet")
@@ -31,8 +33,25 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table; none if it has no rows."""
     if not rows:
         return []
-    lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    lines = [header, ["---"] * len(header), *(map(_cell, row) for row in rows)]
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def plain(text: str) -> str:
+    """Return one line of text that is no Markdown and no HTML, whatever it was: others may have written it."""
+    line = " ".join(text.split())
+    return line.translate({ord(mark): f"\\{mark}" for mark in MARKS})
+
+
+def code(text: str) -> str:
+    """Return text as code in a line."""
+    return f"`{' '.join(text.replace('`', ' ').split())}`"
+
+
+def _cell(text: str) -> str:
+    """Return a cell of a table; `code` stays code."""
+    is_code = len(text) > 2 and text[0] == text[-1] == "`"
+    return code(text[1:-1]).replace("|", r"\|") if is_code else plain(text)
 
 
 def base_name(text: str) -> str:
@@ -53,7 +72,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def settings(values: Mapping[str, Any]) -> list[list[str]]:
     """Return rows of names and values, of paths their last part."""
-    return [[f"`{name}`", _shown(value)] for name, value in flat(values)]
+    return [[code(name), _shown(value)] for name, value in flat(values)]
 
 
 def paths(values: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,12 @@
 """Small tokenizers with the chat templates that `data` must cope with."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from chat_server import ChatServer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -98,3 +99,22 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def chat_server(chatml_tokenizer: PreTrainedTokenizerFast) -> Iterator[ChatServer]:
+    def count_tokens(messages: list[dict[str, str]]) -> int:
+        text = chatml_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return len(chatml_tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    server = ChatServer(count_tokens)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def saved_target(small_target: Target, tmp_path: Path) -> Path:
+    small_target.model.save_pretrained(tmp_path / "target")
+    small_target.tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"

@@ -49,13 +49,6 @@ def load_rows(path):
     return {row["id"]: row for row in rows}
 
 
-@pytest.fixture
-def saved_target(small_target, tmp_path):
-    small_target.model.save_pretrained(tmp_path / "target")
-    small_target.tokenizer.save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
-
-
 # rows
 
 

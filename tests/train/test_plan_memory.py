@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SMALL, LARGE = (128, 4, 160), (192, 6, 256)
+SIZES = {"small": (128, 4, 160), "large": (192, 6, 256)}
 """Hidden size, conversations of a batch, tokens of each."""
 KINDS = {
     "medusa": ("medusa", "--head.chunk_size=64"),
@@ -18,6 +18,8 @@ KINDS = {
     "eagle3": ("eagle", "--head.feature_layers=[1,2]", "--head.draft_vocab_size=2048"),
     "draft model": ("draft_model", "--head.width=64", "--head.intermediate_size=256"),
 }
+FEW = ["medusa small", "medusa large", "eagle3 large"]
+OTHERS = [f"{kind} {size}" for kind in KINDS for size in SIZES if f"{kind} {size}" not in FEW]
 
 
 def write_target(folder: Path, size: int, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -45,30 +47,46 @@ def write_data(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture(scope="module")
-def measured(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    folder = tmp_path_factory.mktemp("peaks")
+def measure(names: list[str], folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, dict]:
     cases = []
-    for name, (size, batch, tokens) in {"small": SMALL, "large": LARGE}.items():
-        write_target(folder / name, size, tiny_tokenizer)
+    for name, (size, batch, tokens) in SIZES.items():
+        write_target(folder / name, size, tokenizer)
         write_data(folder / f"{name}.jsonl")
         for kind, (trainer, *options) in KINDS.items():
             arguments = [f"--target.name={folder / name}", f"--data.source={folder / name}.jsonl", *options]
             arguments += [f"--data.max_length={tokens}", f"--optim.batch_size={batch}", "--optim.steps=2"]
             arguments += [f"--run.name={kind} {name}", f"--run.dir={folder / 'runs'}", "--eval.num_prompts=0"]
             cases.append((f"{kind} {name}", trainer, arguments))
-    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / "cases.json").write_text(json.dumps([case for case in cases if case[0] in names]))
     script = Path(__file__).with_name("peaks.py")
     done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_prediction_is_within_a_fifth_of_the_measured_peak(measured: dict[str, dict], kind: str, size: str):
-    found = measured[f"{kind} {size}"]
-    print(kind, size, found)
+@pytest.fixture(scope="module")
+def few(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return measure(FEW, tmp_path_factory.mktemp("few"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def others(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return measure(OTHERS, tmp_path_factory.mktemp("others"), tiny_tokenizer)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_prediction_is_within_a_fifth_of_the_measured_peak(few: dict[str, dict], case: str):
+    check(few[case])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", OTHERS)
+def test_prediction_is_within_a_fifth_of_the_measured_peak_for_all_heads(others: dict[str, dict], case: str):
+    check(others[case])
+
+
+def check(found: dict) -> None:
+    print(found)
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.2)
     # most of the peak is Python and the libraries; what the training adds is told apart from nothing, and from twice it
     assert 0.5 < (found["predicted"] - found["held"]) / (found["measured"] - found["held"]) < 1.6

@@ -45,7 +45,7 @@ BROKEN = {
     "twice": ({"layers__0__hidden_norm__weight": torch.ones(32)}, {}, "is there under both names of the layer"),
     "no-object": ({}, {"eagle_config": [1, 2, 3]}, r"must have an object as eagle_config, got \[1, 2, 3\]"),
     "no-object-rope": ({}, {"rope_scaling": "linear"}, "must have an object as rope_scaling"),
-    "no-size": ({}, {"intermediate_size": None}, "must have intermediate_size, a number above 0"),
+    "no-size": ({}, {"intermediate_size": None}, "must have intermediate_size, an integer above 0"),
     "scaled": ({}, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling asks for 'llama3' positions"),
     "yarn": ({}, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters asks for 'yarn' positions"),
     "norm_before_fc": ({}, {"norm_before_fc": True}, "norm_before_fc is set"),

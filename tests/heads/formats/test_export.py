@@ -216,8 +216,8 @@ COMMANDS = {
             "sglang serve --model-path {t} --dtype float32 --speculative-algorithm EAGLE3 ",
             "--speculative-draft-model-path {o} ",
             "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5\n",
-            "    python convert_hf_to_gguf.py {o} --target-model-dir {t} --outfile head.gguf\n"
-            "    python convert_hf_to_gguf.py {t} --outfile target.gguf\n"
+            "    python convert_hf_to_gguf.py {o} --target-model-dir {t} --outtype f32 --outfile head.gguf\n"
+            "    python convert_hf_to_gguf.py {t} --outtype f32 --outfile target.gguf\n"
             "    llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 4\n",
         ],
     ),

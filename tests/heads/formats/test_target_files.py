@@ -8,12 +8,15 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteMoeConfig,
     MixtralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from decode import Target
@@ -82,16 +85,33 @@ def test_a_tied_lm_head_that_is_stored_all_the_same_counts_once(lab, says):
     assert_lends_the_same(folder, target)
 
 
-@pytest.mark.parametrize("kind", ["experts", "old-gpt2"])
-def test_files_that_cannot_tell_the_target_are_refused(tmp_path, kind):
-    config = (
-        MixtralConfig(**SHAPE, num_key_value_heads=2, num_local_experts=2) if kind == "experts" else CONFIGS["gpt2"]
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+EXPERTS = {
+    "mixtral": MixtralConfig(**SHAPE, num_key_value_heads=2, num_local_experts=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "granitemoe": GraniteMoeConfig(**SHAPE, num_key_value_heads=2, num_local_experts=2),
+    "glm4_moe": Glm4MoeConfig(  # whose first layer has no experts
+        **SHAPE, num_key_value_heads=2, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+
+
+@pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS)
+def test_mixtures_of_experts_are_told_by_what_files_and_modules_name_alike(tmp_path, config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    assert_lends_the_same(tmp_path, Target(model))
+    model.model.layers[1].self_attn.o_proj.weight.data.neg_()
+    assert Target(model).fingerprint != TargetFiles(tmp_path).fingerprint
+
+
+def test_files_that_cannot_tell_the_target_are_refused(tmp_path):
+    AutoModelForCausalLM.from_config(CONFIGS["gpt2"]).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    if kind == "old-gpt2":
-        weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
-        save_file(weights, tmp_path / "model.safetensors")
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file(weights, tmp_path / "model.safetensors")
     files = TargetFiles(tmp_path)
     assert files.lm_head.weight.shape == (97, 32)
     with pytest.raises(ValueError, match=r"name weights otherwise than transformers' modules \(.*save_pretrained"):

@@ -1,0 +1,174 @@
+"""Runs on several processes and runs that are killed: every kind of launch makes the steps of one process."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decode import Drafting, Target, generate
+from heads import load_head
+
+FORKED = Path(__file__).with_name("forked.py")
+ROOT = Path(__file__).parents[2]
+Read = Callable[[Path], list[dict[str, float]]]
+Run = Callable[..., Path]
+EAGLE = ("--head.type=eagle3", "--head.feature_layers=[1]")
+HEADS = {"medusa": ("--head.num_heads=2",), "eagle": EAGLE}
+LAUNCHES = ("cpu_2", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+STEPS = ("--optim.schedule=constant", "--optim.accumulation=2", "--run.save_every=3")
+FIRST, ALL = "--optim.steps=3", "--optim.steps=5"
+EVALUATED = ("--eval.num_prompts=2", "--eval.temperatures=[0]", "--eval.max_new_tokens=6")
+
+
+@pytest.fixture
+def run_all(tmp_path: Path, config_file: Path) -> Callable[[Sequence[dict[str, Any]]], list[list[list[int]]]]:
+    """Run jobs in one process that forks, and return the exit codes of all their starts."""
+    config_file.write_text(re.sub(r"^  num_heads: 2\n", "", config_file.read_text(), flags=re.M))
+
+    def run_all(jobs: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
+        path = tmp_path / "jobs.json"
+        path.write_text(json.dumps(jobs))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(FORKED), str(path)]
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return [json.loads(codes) for codes in re.findall(r"^JOB (.*)$", done.stdout, flags=re.M)]
+
+    return run_all
+
+
+@pytest.fixture
+def job(tmp_path: Path, config_file: Path) -> Callable[..., dict[str, Any]]:
+    """Describe one start of a trainer on the tiny target."""
+
+    def job(name: str, trainer: str, *arguments: str, launch: str | None = None, **settings: Any) -> dict[str, Any]:
+        words = ["--config", str(config_file), f"--run.name={name}", *HEADS[trainer], *STEPS, *arguments]
+        processes = 1 if launch is None else 2
+        folder = str(tmp_path / "runs" / name)
+        return {"trainer": trainer, "arguments": words, "folder": folder} | {
+            "launch": launch,
+            "processes": processes,
+            **settings,
+        }
+
+    return job
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_two_processes_continue_to_the_bits_of_an_uninterrupted_run(run_all, job, read_metrics: Read, launch: str):
+    whole = job("whole", "medusa", ALL, launch=launch)
+    parts = [job("cut", "medusa", steps, launch=launch) for steps in (FIRST, ALL)]
+    run_all([whole, *parts])
+    folders = [Path(part["folder"]) for part in (whole, parts[1])]
+    assert read_metrics(folders[0]) == read_metrics(folders[1])
+    weights = [(folder / "last" / "model.safetensors").read_bytes() for folder in folders]
+    assert weights[0] == weights[1]
+
+
+def assert_same_curve(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def assert_decodes(folder: Path, target_folder: Path) -> None:
+    target = Target.from_pretrained(str(target_folder), dtype="float32", device="cpu")
+    drafting = Drafting.of(load_head(folder / "last", target))
+    prompt = list(range(40, 60))
+    drafted = generate(target, prompt, proposer=drafting, max_new_tokens=12)
+    assert drafted.token_ids == generate(target, prompt, max_new_tokens=12).token_ids
+    assert sum(drafted.stats.offered) > 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "launches"),
+    [
+        ("medusa", ("cpu_2", "fsdp2", "zero2")),
+        ("eagle", ("fsdp2", "zero2")),
+        pytest.param("medusa", LAUNCHES, marks=pytest.mark.long),
+        pytest.param("eagle", LAUNCHES, marks=pytest.mark.long),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)}",
+)
+def test_two_processes_train_stop_and_continue_as_one_process_and_their_heads_decode(
+    run_all, job, read_metrics: Read, target_folder: Path, trainer: str, launches: Sequence[str]
+):
+    whole = job("whole", trainer, ALL, *EVALUATED)
+    parts = [job(name, trainer, steps, *EVALUATED, launch=name) for name in launches for steps in (FIRST, ALL)]
+    codes = run_all([whole, *parts])
+    assert codes == [[[0]], *([[[0, 0]]] * len(parts))]
+    expected = read_metrics(Path(whole["folder"]))
+    assert [line["step"] for line in expected if "train/loss" in line] == [1, 2, 3, 4, 5]
+    weights = load_file(Path(whole["folder"]) / "last" / "model.safetensors")
+    for part in parts[1::2]:
+        folder = Path(part["folder"])
+        assert (folder / "checkpoints" / "step_000003" / "random_states_1.pkl").exists()  # there were two
+        # a run that ends at step 3 is evaluated there
+        assert_same_curve([line for line in read_metrics(folder) if not is_evaluation(line, 3)], expected)
+        found = load_file(folder / "last" / "model.safetensors")
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
+        assert_decodes(folder, target_folder)
+
+
+def is_evaluation(line: dict[str, float], step: int) -> bool:
+    return line["step"] == step and "eval/mismatches" in line
+
+
+@pytest.mark.long
+def test_fsdp2_goes_on_with_another_number_of_processes(run_all, job, read_metrics: Read):
+    whole = job("whole", "medusa", ALL)
+    sizes = {"grown": (1, 2), "shrunk": (2, 1)}
+    parts = [
+        job(name, "medusa", steps, launch="fsdp2") | {"processes": processes}
+        for name, pair in sizes.items()
+        for steps, processes in zip((FIRST, ALL), pair, strict=True)
+    ]
+    assert run_all([whole, *parts]) == [[[0]], [[0]], [[0, 0]], [[0, 0]], [[0]]]
+    for part in parts[1::2]:
+        assert_same_curve(read_metrics(Path(part["folder"])), read_metrics(Path(whole["folder"])))
+
+
+def test_a_run_goes_on_with_another_number_of_processes(run_all, job, read_metrics: Read):
+    whole = job("whole", "medusa", ALL)
+    grown = [job("grown", "medusa", FIRST), job("grown", "medusa", ALL, launch="cpu_2")]
+    shrunk = [job("shrunk", "medusa", FIRST, launch="cpu_2"), job("shrunk", "medusa", ALL)]
+    run_all([whole, *grown, *shrunk])
+    for part in (grown[1], shrunk[1]):
+        assert_same_curve(read_metrics(Path(part["folder"])), read_metrics(Path(whole["folder"])))
+    saved = Path(grown[1]["folder"]) / "checkpoints"
+    assert not (saved / "step_000003" / "random_states_1.pkl").exists()
+    assert (saved / "step_000005" / "random_states_1.pkl").exists()
+
+
+def kills(number: int) -> list[int]:
+    """Three SIGKILLs to one SIGTERM."""
+    return [signal.SIGTERM if n % 4 == 3 else signal.SIGKILL for n in range(number)]
+
+
+@pytest.mark.parametrize("launch", [None, pytest.param("cpu_2", marks=pytest.mark.long)])
+def test_a_run_killed_at_random_moments_ends_in_the_bits_of_an_uninterrupted_one(
+    run_all, job, read_metrics: Read, launch: str | None
+):
+    often = ("--optim.steps=200", "--run.save_every=1")
+    whole = job("whole", "medusa", *often, launch=launch)
+    cut = job("cut", "medusa", *often, launch=launch, signals=kills(20))
+    codes = run_all([whole, cut])[1]
+    ends = [0 if sent == signal.SIGTERM else -sent for sent in cut["signals"]]
+    assert codes == [[end] * cut["processes"] for end in [*ends, 0]]  # none came after the run's end
+    folders = [Path(part["folder"]) for part in (whole, cut)]
+    assert read_metrics(folders[1]) == read_metrics(folders[0])
+    for name in ("last/model.safetensors", "checkpoints/step_000200/model.safetensors"):
+        assert (folders[1] / name).read_bytes() == (folders[0] / name).read_bytes()
