@@ -154,8 +154,7 @@ def _fit(
     work: Work,
 ) -> bool:
     """Train and return whether the run came to its end. What is prepared for several processes lives in here only."""
-    optim, total_steps = config.optim, work.steps.stop
-    optimizer = make_optimizer(head, optim)
+    optim, total_steps, optimizer = config.optim, work.steps.stop, make_optimizer(head, config.optim)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
     whole = WholeHead(accelerator, head)
     prepared, optimizer, scheduler = prepare(accelerator, head, optimizer, scheduler)

@@ -77,6 +77,14 @@ def test_two_processes_continue_to_the_bits_of_an_uninterrupted_run(run_all, job
     assert weights[0] == weights[1]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_plan_alone_makes_its_steps_as_launched_and_leaves_nothing(run_all, job, launch: str):
+    only = job("only", "medusa", ALL, "--plan", launch=launch)
+    assert run_all([only]) == [[[0, 0]]]
+    assert not Path(only["folder"]).exists()
+
+
 def assert_same_curve(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for a, b in zip(found, expected, strict=True):
