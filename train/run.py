@@ -31,7 +31,7 @@ from heads.checkpoint import HeadNotes, save_head
 from heads.files import write_atomically
 from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import load_config
-from train.config import ADAPTING, ConfigError, RunConfig, differences, flat, naming, read_flat, to_yaml
+from train.config import ADAPTING, ConfigError, OptimConfig, RunConfig, differences, flat, naming, read_flat, to_yaml
 from train.distributed import WholeHead, prepare, start_accelerator
 from train.drift import make_evaluation
 from train.inputs import Inputs, load_inputs
@@ -180,11 +180,8 @@ def _fit(
 ) -> bool:
     """Train and return whether the run came to its end. What is prepared for several processes lives in here only."""
     optim = config.optim
-    groups = [{"params": list(group), "lr": optim.lr * share} for share, group in head.learning_rates().items()]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
     whole = WholeHead(accelerator, head)
-    prepared, optimizer, scheduler = prepare(accelerator, head, optimizer, scheduler)
+    prepared, optimizer, scheduler = prepare(accelerator, head, *_optimizer(optim, head, total_steps))
     newest = checkpoints.newest()
     if newest is not None:
         checkpoints.load(accelerator, newest, config.run.seed)
@@ -227,6 +224,15 @@ def _fit(
         return trainer.run()
     finally:
         journal.close()
+
+
+def _optimizer(
+    optim: OptimConfig, head: Head, total_steps: int
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """Return the optimiser, with a group for each learning rate, and the schedule of all."""
+    groups = [{"params": list(group), "lr": optim.lr * share} for share, group in head.learning_rates().items()]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
 
 
 def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Inputs) -> dict[str, object]:
