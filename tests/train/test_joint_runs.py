@@ -202,6 +202,16 @@ def test_heads_trained_alone_are_a_start(joint: Launch, launch: Launch, original
         joint(*options, "--head.init=nowhere", "--run.name=other")
 
 
+def test_a_continued_run_needs_the_heads_that_it_began_with_no_more(joint: Launch, launch: Launch):
+    options = ("--head.draft_vocab_size=32", "--optim.steps=2")
+    alone = launch(*options, "--run.name=alone")
+    init = (f"--head.init={alone / 'last'}", "--head.head_warmup=0")  # which else is a share of the run
+    whole = saved_bytes(joint(*options, *init, "--optim.steps=4", "--run.name=whole"))
+    joint(*options, *init)
+    alone.rename(alone.with_name("gone"))
+    assert saved_bytes(joint(*options, *init, "--optim.steps=4")) == whole
+
+
 def test_bf16_trains_close_to_float32(joint: Launch, read_metrics: Read):
     exact = read_metrics(joint("--run.name=exact", "--optim.steps=4"))
     rounded = read_metrics(joint("--run.name=rounded", "--precision=bf16", "--optim.steps=4"))
