@@ -53,12 +53,32 @@ class Exclusion:
 
     def describe(self) -> dict[str, Any]:
         """Return the report that goes into the provenance."""
+        shown = _short_names(list(self.sizes))
         files = {}
-        for name, size in self.sizes.items():
-            kinds = Counter(match.kind for match in self.matches if match.place.rpartition(":")[0] == name)
-            files[Path(name).name] = {"prompts": size, "exact": kinds["exact"], "overlap": kinds["overlap"]}
-        left_out = {match.prompt: f"{match.kind}, {Path(match.place).name}" for match in self.matches}
+        for file, size in self.sizes.items():
+            kinds = Counter(match.kind for match in self.matches if _file_of(match.place) == file)
+            files[shown[file]] = {"prompts": size, "exact": kinds["exact"], "overlap": kinds["overlap"]}
+        left_out = {
+            match.prompt: f"{match.kind}, {shown[_file_of(match.place)]}:{match.place.rpartition(':')[2]}"
+            for match in self.matches
+        }
         return {"words": LONGEST, "files": files, "left_out": left_out}
+
+
+def _file_of(place: str) -> str:
+    """Return the file of a place, or the name on the hub, spelt as one path is."""
+    return str(Path(place.rpartition(":")[0]))
+
+
+def _short_names(files: Sequence[str]) -> dict[str, str]:
+    """Return each file's name without its folders, and with a number if others before it are called so too."""
+    seen: Counter[str] = Counter()
+    shown = {}
+    for file in files:
+        name = Path(file).name
+        seen[name] += 1
+        shown[file] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return shown
 
 
 def exclude(prompts: Sequence[Conversation], sources: Sequence[str | Path]) -> tuple[list[Conversation], Exclusion]:
@@ -91,9 +111,10 @@ def exclude(prompts: Sequence[Conversation], sources: Sequence[str | Path]) -> t
     kept = [prompt for prompt in prompts if prompt.id not in matched]
     if not kept:
         raise ValueError(f"all {len(prompts)} prompts match evaluation prompts, such as {matches[0]}; use others")
-    places = {source: len({place for each, place, _ in turns if each == source}) for source in map(str, sources)}
+    places = Counter(_file_of(place) for place in {place for _, place, _ in turns})
+    sizes = {file: places[file] for file in (str(Path(source)) for source in sources)}
     digest = hashlib.sha256(json.dumps(sorted(text for *_, text in turns)).encode()).hexdigest()
-    return kept, Exclusion(digest, places, matches)
+    return kept, Exclusion(digest, sizes, matches)
 
 
 def to_words(text: str) -> tuple[str, ...]:

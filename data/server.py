@@ -58,6 +58,13 @@ class PassingError(Exception):
         self.is_down = is_down
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes redirects errors: to follow one would hand the key to another server, and ask it without the prompt."""
+
+    def redirect_request(self, *unused: Any) -> None:
+        """Do not follow."""
+
+
 class Server:
     """An OpenAI-compatible server; any number of threads may use it."""
 
@@ -75,6 +82,7 @@ class Server:
         if "@" in self.host:
             raise ValueError("the server's URL holds a user or password; set OPENAI_API_KEY instead")
         self.stopped = threading.Event()
+        self._opener = urllib.request.build_opener(_NoRedirects)
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._timeout = timeout
         self._retries = retries
@@ -139,7 +147,7 @@ class Server:
         content = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(url, content, self._headers)
-            with urllib.request.urlopen(request, timeout=self._timeout) as reply:
+            with self._opener.open(request, timeout=self._timeout) as reply:
                 return json.loads(reply.read())
         except urllib.error.HTTPError as error:
             raise _judge(error, url) from error
@@ -160,6 +168,10 @@ def _judge(error: urllib.error.HTTPError, url: str) -> Exception:
         return PassingError(message, wait=_read_retry_after(error.headers))
     if error.code in OF_ONE_REQUEST:
         return PromptError(message)
+    if 300 <= error.code < 400:
+        return ServerError(
+            f"{url}: {error.code} {error.reason}: it has moved to {error.headers.get('Location')}; ask there"
+        )
     hint = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY", 404: "; most URLs end in /v1"}.get(error.code, "")
     return ServerError(message + hint)
 

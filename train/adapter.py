@@ -27,7 +27,7 @@ from train.config import ConfigError
 
 FOLDER = "adapter"
 """Where a head folder holds the adapter that was trained with the head."""
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"
 """peft's name for an adapter that is the only one."""
 PREFIX = "base_model.model."

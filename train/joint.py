@@ -27,6 +27,7 @@ from heads.checkpoint import HeadNotes, differences, load_head, save_head
 from heads.losses import check_losses, vocabulary_loss
 from heads.medusa import MedusaConfig, MedusaHead
 from train.adapter import FOLDER, Adapter
+from train.checkpoints import Checkpoints
 from train.config import ConfigError, RunConfig, naming, require
 from train.model_folder import replace_folder
 from train.new_head import choose_vocabulary, new_head
@@ -173,9 +174,14 @@ class Medusa2InTraining(MedusaHead):
 def build_joint(
     config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]
 ) -> Medusa2InTraining:
-    """Return untrained heads, or those of head.init, with an untrained adapter."""
+    """Return untrained heads, or those of head.init, with an untrained adapter.
+
+    A run that is continued takes its weights and its draft vocabulary from its checkpoint; head.init may be gone.
+    """
     head = new_head(Medusa2InTraining, config, target)
-    if head.config.init is None:
+    if Checkpoints(config.run.folder / "checkpoints", config.run.keep).newest() is not None:
+        say("the heads are those of the checkpoint")
+    elif head.config.init is None:
         choose_vocabulary(head, config, target, samples, say)
     else:
         head.start_from(head.config.init, target)

@@ -10,24 +10,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode import Target, UnsupportedTargetError
 from decode.loading import find_dtype, load_model
 from heads.base import Head
-from heads.checkpoint import load_head, read_notes, save_head, stored_dtype
-from train.adapter import FOLDER, WEIGHTS, AdaptedTarget
+from heads.checkpoint import HeadNotes, load_head, read_notes, save_head, stored_dtype
+from heads.fingerprint import fingerprint
+from train.adapter import CONFIG, FOLDER, NAME, WEIGHTS, AdaptedTarget
 from train.checkpoints import sync_folder
-from train.model_folder import no_progress_bars
+from train.config import naming
+from train.model_folder import no_progress_bars, share_weights
 
 DTYPES = ("float32", "bfloat16", "float16")
+DAMAGED = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+"""What reading a damaged adapter can raise."""
 
 
 def merge(head: str | Path, out: str | Path, *, target: str | None = None, dtype: str | None = None) -> str:
@@ -43,21 +51,28 @@ def merge(head: str | Path, out: str | Path, *, target: str | None = None, dtype
         What was written, for people.
 
     Raises:
-        ValueError: If the folder has no adapter, `target` is not the one it was trained on, or `out` exists.
+        ValueError: If the folder has no adapter, or a damaged one, `target` is not the one it was trained on, or `out`
+            exists or is inside the folder.
     """
     folder, out = Path(head), Path(out)
-    if not (folder / FOLDER / WEIGHTS).is_file():
-        raise ValueError(f"{folder} has no {FOLDER}/{WEIGHTS}; give a head trained with --head.type=medusa2")
+    for needed in (WEIGHTS, CONFIG):
+        if not (folder / FOLDER / needed).is_file():
+            raise ValueError(f"{folder} has no {FOLDER}/{needed}; give a head trained with --head.type=medusa2")
     if out.exists():
         raise ValueError(f"{out} exists; choose another folder, or delete it")
-    config = json.loads((folder / FOLDER / "adapter_config.json").read_text())
-    name = str(config["base_model_name_or_path"]) if target is None else target
-    model, tokenizer = load_model(name, "auto", torch.device("cpu"), "sdpa")
+    if folder.resolve() in out.resolve().parents:
+        raise ValueError(f"{out} is inside {folder}, which its run replaces when it goes on; choose another folder")
+    notes = read_notes(folder)
+    with _reading(folder):
+        config, weights = LoraConfig.from_pretrained(str(folder / FOLDER)), load_file(folder / FOLDER / WEIGHTS)
+    name = str(config.base_model_name_or_path) if target is None else target
+    with naming(f"the target of {folder}", "if it has moved, say where it is with --target"):
+        model, tokenizer = load_model(name, "auto", torch.device("cpu"), "sdpa")
     own = model.dtype
-    heads = _load_heads(folder, Target(model, tokenizer, name=name, pack=False))
+    heads = _load_heads(folder, Target(model, tokenizer, name=name, pack=False), weights)
     wanted = own if dtype is None else find_dtype(dtype)
     assert isinstance(wanted, torch.dtype)
-    merged = _merge(model, folder / FOLDER).to(wanted)  # type: ignore[arg-type]
+    merged = _merge(model, folder, config, weights, notes).to(wanted)  # type: ignore[arg-type]
     result = Target(merged, tokenizer, name=str(out / "target"), pack=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -66,7 +81,8 @@ def merge(head: str | Path, out: str | Path, *, target: str | None = None, dtype
         with no_progress_bars():
             merged.save_pretrained(new / "target")
         tokenizer.save_pretrained(new / "target")
-        save_head(heads, new / "head", target=result, notes=read_notes(folder))
+        share_weights(new / "target", like=new / "target" / "config.json")
+        save_head(heads, new / "head", target=result, notes=notes)
         sync_folder(new)
         new.rename(out)
     kind = str(wanted).removeprefix("torch.")
@@ -74,22 +90,44 @@ def merge(head: str | Path, out: str | Path, *, target: str | None = None, dtype
     return f"wrote {out}/target, in {kind}{rounded}, and {out}/head"
 
 
-def _load_heads(folder: Path, target: Target) -> Head:
-    adapted = AdaptedTarget.of(target, load_file(folder / FOLDER / WEIGHTS))
-    recorded = json.loads((folder / "config.json").read_text())["target"]["fingerprint"]
-    if recorded != adapted.fingerprint:
-        raise ValueError(
-            f"{folder} was not trained on {target.name}: with the adapter its fingerprint is {adapted.fingerprint}, "
-            f"and {recorded} is recorded; give the original target with --target, or, if it is that, copy the folder "
-            "again, whose parts are of two heads"
-        )
-    return load_head(folder, adapted, dtype=stored_dtype(folder))
+def _reading(folder: Path) -> AbstractContextManager[None]:
+    return naming(f"{folder / FOLDER} is damaged", "copy the folder again, or train the head again", *DAMAGED)
 
 
-def _merge(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
-    """Add the adapter to the weights of `model`, in float32."""
-    with_adapter = PeftModel.from_pretrained(model.to(torch.float32), str(adapter))  # type: ignore[arg-type]
-    merged: PreTrainedModel = with_adapter.merge_and_unload(safe_merge=True)
+def _load_heads(folder: Path, target: Target, weights: Mapping[str, Tensor]) -> Head:
+    recorded = str(json.loads((folder / "config.json").read_text())["target"]["fingerprint"])  # read_notes checked it
+    found = []
+    for base in _fingerprints(target):
+        adapted = AdaptedTarget.of(AdaptedTarget(target.name, base, target.embed, target.lm_head), weights)
+        if adapted.fingerprint == recorded:
+            return load_head(folder, adapted, dtype=stored_dtype(folder))
+        found.append(adapted.fingerprint)
+    raise ValueError(
+        f"{folder} was not trained on {target.name}: with the adapter its fingerprint is {found[0]}, and {recorded} is "
+        "recorded; give the original target with --target, or, if it is that, copy the folder again, whose parts are "
+        "of two heads"
+    )
+
+
+def _fingerprints(target: Target) -> Iterator[str]:
+    """Yield the fingerprint of the target as it is stored, and as a run with target.dtype=float16 has rounded it."""
+    yield target.fingerprint
+    parts, layers = dict(target.model.named_parameters()), int(target.model.config.get_text_config().num_hidden_layers)
+    yield fingerprint(target.vocab_size, target.hidden_size, layers, parts, lambda name: parts[name].half())
+
+
+def _merge(
+    model: PreTrainedModel, folder: Path, config: LoraConfig, weights: Mapping[str, Tensor], notes: HeadNotes
+) -> PreTrainedModel:
+    """Add the adapter to the weights of `model`, in float32, if all of it is as it was trained."""
+    with _reading(folder):
+        joint = notes.training["joint"]
+        adapted = PeftModel.from_pretrained(model.to(torch.float32), str(folder / FOLDER), config=config)  # type: ignore[arg-type]
+        scales = {layer.scaling[NAME] for layer in adapted.modules() if isinstance(layer, LoraLayer)}
+        trained = joint["alpha"] / joint["rank"]
+        if scales != {trained} or get_peft_model_state_dict(adapted).keys() != weights.keys():
+            raise ValueError(f"its {CONFIG} is of other layers than {WEIGHTS}, or scales them otherwise than {trained}")
+    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     return merged
 
 

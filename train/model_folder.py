@@ -70,10 +70,15 @@ def save_model(model: PreTrainedModel, target: Target, path: Path, notes: Mappin
             target.tokenizer.save_pretrained(new)
         record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, **notes}
         (new / NOTES).write_text(json.dumps(record, indent=2) + "\n")
-        for weights in new.glob("*.safetensors"):  # which the library makes for their owner alone, whatever the umask
-            weights.chmod(stat.S_IMODE((new / NOTES).stat().st_mode))
+        share_weights(new, like=new / NOTES)
 
     replace_folder(path, write)
+
+
+def share_weights(folder: Path, *, like: Path) -> None:
+    """Let who may read the file `like` read the weights, which safetensors makes for their owner alone."""
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(stat.S_IMODE(like.stat().st_mode))
 
 
 @contextmanager

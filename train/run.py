@@ -28,7 +28,7 @@ from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
 from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import PLAN, load_config
-from train.config import ADAPTING, ConfigError, RunConfig, flat, naming
+from train.config import ADAPTING, ConfigError, OptimConfig, RunConfig, flat, naming
 from train.distributed import WholeHead, prepare, start_accelerator
 from train.drift import make_evaluation
 from train.inputs import Inputs, load_inputs
@@ -154,10 +154,9 @@ def _fit(
     work: Work,
 ) -> bool:
     """Train and return whether the run came to its end. What is prepared for several processes lives in here only."""
-    optim, total_steps, optimizer = config.optim, work.steps.stop, make_optimizer(head, config.optim)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
+    optim, total_steps = config.optim, work.steps.stop
     whole = WholeHead(accelerator, head)
-    prepared, optimizer, scheduler = prepare(accelerator, head, optimizer, scheduler)
+    prepared, optimizer, scheduler = prepare(accelerator, head, *_optimizer(optim, head, total_steps))
     newest = checkpoints.newest()
     if newest is not None:
         checkpoints.load(accelerator, newest, config.run.seed)
@@ -201,6 +200,14 @@ def _fit(
         return trainer.run()
     finally:
         journal.close()
+
+
+def _optimizer(
+    optim: OptimConfig, head: Head, total_steps: int
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """Return the optimiser, with a group for each learning rate, and the schedule of all."""
+    optimizer = make_optimizer(head, optim)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(optim, total_steps))
 
 
 def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Inputs) -> dict[str, object]:

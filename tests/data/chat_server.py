@@ -74,14 +74,14 @@ class Handler(BaseHTTPRequestHandler):
         try:
             fault = dict(self.server.fault(body["messages"][-1]["content"], times) or {})
             time.sleep(fault.pop("wait", 0))
-            if fault.pop("drop", False):
-                return self.connection.close()
-            if "status" in fault:
-                error = {"error": {"message": fault.get("error", "out of order"), "code": fault["status"]}}
-                return self.send(fault["status"], error, headers=fault.get("headers", {}))
-            return self.send(200, self.reply(body) | fault, torn=fault.pop("torn", None))
         finally:
-            self.server.leave()
+            self.server.leave()  # before the client has its reply, and may ask again
+        if fault.pop("drop", False):
+            return self.connection.close()
+        if "status" in fault:
+            error = {"error": {"message": fault.get("error", "out of order"), "code": fault["status"]}}
+            return self.send(fault["status"], error, headers=fault.get("headers", {}))
+        return self.send(200, self.reply(body) | fault, torn=fault.pop("torn", None))
 
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
         text, is_cut = expected_answer(body["messages"], body["seed"])

@@ -89,6 +89,19 @@ def test_others_keep_order_and_ids_and_files_are_counted(evaluation, write_rows)
     assert description["left_out"]["4"] == "exact, evaluation.jsonl:3"
 
 
+def test_files_are_counted_however_they_are_spelt_or_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, text in (("a", "Say hi"), ("b", "Say ho")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
+    prompts = [user("x", "say hi"), user("y", "say ho"), user("z", "other")]
+    _, report = exclude(prompts, ["./a/test.jsonl", "b//test.jsonl", tmp_path / "b" / ".." / "b" / "test.jsonl"])
+    description = report.describe()
+    found = {"prompts": 1, "exact": 1, "overlap": 0}
+    assert description["files"]["test.jsonl"] == description["files"]["test.jsonl (2)"] == found
+    assert description["left_out"] == {"x": "exact, test.jsonl:1", "y": "exact, test.jsonl (2):1"}
+
+
 @pytest.mark.parametrize("row", ["{broken", "[1]", '{"text": "a"}', '{"turns": []}', '{"prompt": 3}'])
 def test_broken_evaluation_files_are_named(evaluation, write_rows, row):
     with pytest.raises(ValueError, match=r"bad.jsonl:2: expected `messages`"):

@@ -15,6 +15,7 @@ from data.answers import AnswerFile, meta_path
 from data.card import card_path
 from data.distill import DistillConfig, distill
 from data.processes import Processes, find_parts
+from data.server import Server, ServerError
 
 KILLS = 20
 # imports once, then forks: what is killed are real processes, without the seconds that each takes to start
@@ -264,3 +265,10 @@ def test_each_process_takes_its_own_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert [Processes(3, 4, 1).device(wanted) for wanted in (None, "cuda", "cpu")] == ["cuda:1", "cuda:1", "cpu"]
     assert Processes().device(None) is None
+
+
+def test_redirects_are_not_followed(chat_server):
+    chat_server.fault = lambda text, times: {"status": 302, "headers": {"Location": f"{chat_server.url}/models"}}
+    server = Server(chat_server.url, key="secret", timeout=5, retries=0)
+    with pytest.raises(ServerError, match=r"it has moved to .*/v1/models; ask there"):
+        server.request("/chat/completions", {"messages": [{"role": "user", "content": "a"}]})

@@ -1,5 +1,6 @@
 """One model of a target and its adapter: the same text, and heads that are exact on it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,3 +130,49 @@ def test_layers_that_are_stored_transposed_are_merged_too(launch: Launch, tiny_t
     assert difference is None or difference.near_tie, difference
     drafted = generate(target, ids, max_new_tokens=12, eos_ids=(), head=tmp_path / "merged" / "head")
     assert drafted.token_ids == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("adapter_config.json", '"lora_alpha": 16', '"lora_alpha": 99'),  # would be merged otherwise than trained
+        ("adapter_config.json", '"r": 4', '"r": 5'),
+        ("adapter_config.json", '"q_proj"', '"k_proj"'),
+        ("adapter_config.json", '"LORA"', '"NONE"'),
+        ("adapter_config.json", "{", ""),
+        (WEIGHTS, None, "garbage"),
+    ],
+)
+def test_a_damaged_adapter_is_refused_without_a_traceback(
+    best: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, old: str | None, new: str
+):
+    file = best / "adapter" / name
+    text = new if old is None else file.read_text().replace(old, new)
+    assert old is None or text != file.read_text()
+    file.write_text(text)
+    assert main([str(best), str(tmp_path / "merged")]) == 2
+    assert f"{best}/adapter is damaged: " in (error := capsys.readouterr().err)
+    assert "copy the folder again" in error
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_folder_that_the_run_would_replace_is_refused(best: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(best), str(best / "a" / "merged")]) == 2
+    assert "which its run replaces when it goes on; choose another folder" in capsys.readouterr().err
+
+
+def test_heads_of_a_target_in_half_precision_are_merged_and_all_may_read_them(launch: Launch, tmp_path: Path):
+    options = ("--head.type=medusa2", "--head.rank=4", "--optim.steps=1", "--target.dtype=float16")
+    head = launch(*options) / "last"
+    assert main([str(head), str(tmp_path / "merged")]) == 0
+    files = [path for path in (tmp_path / "merged").rglob("*") if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1
+    load_head(tmp_path / "merged" / "head", Target.from_pretrained(str(tmp_path / "merged" / "target"), device="cpu"))
+
+
+def test_a_target_that_has_moved_is_asked_for(best: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = best / "adapter" / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
+    file.write_text(json.dumps(settings))
+    assert main([str(best), str(tmp_path / "merged")]) == 2
+    assert "if it has moved, say where it is with --target" in capsys.readouterr().err
