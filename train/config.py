@@ -139,6 +139,8 @@ class RunPlan:
     """The run lives in <dir>/<name>; the same name continues it."""
     dir: str = "runs"
     """Folder of all runs."""
+    init: str | None = None
+    """Folder of a trained head of this target to start from; null: an untrained one. The optimiser starts anew."""
     seed: int = 0
     """Seeds the order of the data and the head's random numbers."""
     eval_every: int = 0

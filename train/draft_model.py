@@ -161,6 +161,7 @@ def build_draft_model(
     config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]
 ) -> DraftModelInTraining:
     """Return an untrained draft model."""
+    require(config.run.init is None, f"run.init={config.run.init}: only heads start from others; leave it out")
     draft_config = DraftModelConfig(**config.head, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
     return DraftModelInTraining(draft_config, target)
 

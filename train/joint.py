@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from data.conversations import Encoded
 from decode import Target
 from heads.base import FeatureBatch, HeadOutput
-from heads.checkpoint import HeadNotes, differences, load_head, save_head
+from heads.checkpoint import HeadNotes, save_head
 from heads.losses import check_losses, vocabulary_loss
 from heads.medusa import MedusaConfig, MedusaHead
 from train.adapter import FOLDER, Adapter
-from train.checkpoints import Checkpoints
 from train.config import ConfigError, RunConfig, naming, require
 from train.model_folder import replace_folder
 from train.new_head import choose_vocabulary, new_head
@@ -53,8 +52,6 @@ class Medusa2Config(MedusaConfig):
     """Share of the run over which head_weight rises to its peak, along a sine."""
     adapter_lr: float = 0.25
     """Learning rate of the adapter, as a share of optim.lr."""
-    init: str | None = None
-    """Folder of Medusa heads of this target, trained without an adapter, to start from."""
     max_drift: float = 0.1
     """Warn where an evaluation finds the adapted target further than this from the original: nats of KL divergence a
     token."""
@@ -157,34 +154,13 @@ class Medusa2InTraining(MedusaHead):
         plain.tree = self.tree
         return plain
 
-    def start_from(self, folder: str, target: Target) -> None:
-        """Take over the weights, and the draft vocabulary, of Medusa heads trained without an adapter.
-
-        Raises:
-            ConfigError: If they are not of this target, or have other sizes.
-        """
-        way_out = "give a folder of Medusa heads of this target, and set the other keys of head as it has them"
-        with naming(f"head.init={folder}", way_out, ValueError):
-            found = load_head(folder, target)
-            wrong = differences(self.heads(target), found.state_dict())
-            require(not wrong, f"its {found.kind} heads have other weights than head.* asks for: {wrong}")
-        self.load_state_dict({**self.state_dict(), **found.state_dict()})
-
 
 def build_joint(
     config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]
 ) -> Medusa2InTraining:
-    """Return untrained heads, or those of head.init, with an untrained adapter.
-
-    A run that is continued takes its weights and its draft vocabulary from its checkpoint; head.init may be gone.
-    """
+    """Return untrained heads with an untrained adapter."""
     head = new_head(Medusa2InTraining, config, target)
-    if Checkpoints(config.run.folder / "checkpoints", config.run.keep).newest() is not None:
-        say("the heads are those of the checkpoint")
-    elif head.config.init is None:
-        choose_vocabulary(head, config, target, samples, say)
-    else:
-        head.start_from(head.config.init, target)
+    choose_vocabulary(head, config, target, samples, say)
     head.total_steps, head.accumulation = config.optim.total_steps(len(samples)), config.optim.accumulation
     return head
 

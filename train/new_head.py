@@ -35,9 +35,9 @@ def new_head(kind: type[AnyHead], config: RunConfig, target: Target) -> AnyHead:
 def choose_vocabulary(
     head: Head, config: RunConfig, target: Target, samples: Sequence[Encoded], say: Callable[[str], None]
 ) -> None:
-    """Give a head that has a draft vocabulary the tokens that the data use most."""
+    """Give a head that has a draft vocabulary the tokens that the data use most; one that starts from another, none."""
     size = head.config.draft_vocab_size
-    if size is not None:
+    if size is not None and config.run.init is None:
         tokens = SupervisedTokens(samples, target.vocab_size)
         vocabulary = tokens.vocabulary(size)
         head.set_vocabulary(vocabulary.token_ids)

@@ -39,6 +39,7 @@ from train.pace import Pace
 from train.plan import check_loading, make_plan
 from train.probe import probe
 from train.run_folder import open_folder
+from train.start import start_from
 
 BuildHead = Callable[[RunConfig, Target, Sequence[Encoded], Callable[[str], None]], Head]
 """Makes the untrained head from the config, the target and the training data; the last argument prints a line."""
@@ -82,6 +83,9 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, 
             journal.say("Raise optim.steps or optim.epochs to train longer, or start another with --run.name.")
         else:
             head = build_head(config, target, inputs.samples, journal.say)
+            if config.run.init is not None and checkpoints.newest() is None:
+                start_from(head, config.run.init, target)
+                journal.say(f"the head starts from {config.run.init}")
             steps = range(progress.step, total)
             plan = make_plan(accelerator, config, target, head, inputs, steps, build_head, journal.say)
             if plan_only:
@@ -214,6 +218,8 @@ def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Input
     """Return what a head folder records of the run that made it."""
     kept = {key: value for key, value in flat(config).items() if key.partition(".")[0] in ("data", "optim")}
     notes = {**kept, "precision": config.precision, "seed": config.run.seed}
+    if config.run.init is not None:
+        notes["init"] = config.run.init
     if head.vocabulary is not None:
         measured = SupervisedTokens(inputs.samples, target.vocab_size).measure(head.vocabulary.cpu())
         notes["vocabulary"] = measured.notes()

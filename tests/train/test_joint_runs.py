@@ -190,23 +190,23 @@ def test_the_original_target_is_refused_with_the_way_to_the_adapted_one(joint: L
 def test_heads_trained_alone_are_a_start(joint: Launch, launch: Launch, original: Target, read_metrics: Read):
     alone = launch("--run.name=alone", "--head.draft_vocab_size=32")
     start = load_head(alone / "last", original)
-    options = (f"--head.init={alone / 'last'}", "--head.draft_vocab_size=32", "--optim.steps=1", "--optim.lr=1e-9")
+    options = (f"--run.init={alone / 'last'}", "--head.draft_vocab_size=32", "--optim.steps=1", "--optim.lr=1e-9")
     folder = joint(*options)
     found = load_file(folder / "last" / "model.safetensors")
     for name, tensor in start.state_dict().items():
         torch.testing.assert_close(found[name], tensor, atol=1e-8, rtol=0)
     assert torch.equal(found["vocabulary"], start.vocabulary)
-    message = r"error: head\.init=.*last: its medusa heads have other weights than head\.\* asks for: .*; give a folder"
+    message = r"error: run\.init=.*last: its weights are not those that head\.\* asks for: .*; give the folder"
     with pytest.raises(SystemExit, match=message):
         joint(*options, "--head.num_heads=3", "--run.name=other")
-    with pytest.raises(SystemExit, match=r"head\.init=nowhere: nowhere is not a head folder.*; give a folder"):
-        joint(*options, "--head.init=nowhere", "--run.name=other")
+    with pytest.raises(SystemExit, match=r"run\.init=nowhere: nowhere is not a head folder.*; give the folder"):
+        joint(*options, "--run.init=nowhere", "--run.name=other")
 
 
 def test_a_continued_run_needs_the_heads_that_it_began_with_no_more(joint: Launch, launch: Launch):
     options = ("--head.draft_vocab_size=32", "--optim.steps=2")
     alone = launch(*options, "--run.name=alone")
-    init = (f"--head.init={alone / 'last'}", "--head.head_warmup=0")  # which else is a share of the run
+    init = (f"--run.init={alone / 'last'}", "--head.head_warmup=0")  # which else is a share of the run
     whole = saved_bytes(joint(*options, *init, "--optim.steps=4", "--run.name=whole"))
     joint(*options, *init)
     alone.rename(alone.with_name("gone"))
