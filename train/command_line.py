@@ -24,8 +24,8 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from heads.base import HeadConfig
 from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, naming, require
 
-PLAN = "--plan"
-"""On the command line: print what the run takes, and make none. No key: a config does not hold it."""
+PLAN, THROUGHPUT = "--plan", "--throughput"
+"""On the command line: print what the run takes, or how fast its steps are, and make none. Not keys of a config."""
 
 
 def load_config(heads: Mapping[str, type[HeadConfig]], argv: Sequence[str], description: str) -> RunConfig:
@@ -93,7 +93,10 @@ def _parser(heads: Mapping[str, type[HeadConfig]], kind: str, description: str) 
     head = heads[kind]
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # argparse would put every one of the keys into the usage line
-    usage = f"accelerate launch {sys.argv[0]} --config FILE [--section.key=VALUE ...] [{PLAN}: only say what it takes]"
+    usage = (
+        f"accelerate launch {sys.argv[0]} --config FILE [--section.key=VALUE ...]\n"
+        f"  {PLAN}: only say what the run takes   {THROUGHPUT}: only time its steps, beside the target's forward alone"
+    )
     parser = ArgumentParser(description=description, usage=usage, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file; keys given on the command line win over it")
     parser.add_class_arguments(TargetConfig, "target")

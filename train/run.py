@@ -27,8 +27,8 @@ from decode import Target, UnsupportedTargetError
 from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
 from train.checkpoints import Checkpoints, Progress, writing_run
-from train.command_line import PLAN, load_config
-from train.config import ADAPTING, ConfigError, OptimConfig, RunConfig, flat, naming
+from train.command_line import PLAN, THROUGHPUT, load_config
+from train.config import ADAPTING, ConfigError, OptimConfig, RunConfig, flat, naming, require
 from train.distributed import WholeHead, prepare, start_accelerator
 from train.drift import make_evaluation
 from train.inputs import Inputs, load_inputs
@@ -36,13 +36,19 @@ from train.journal import Journal, check_tracker
 from train.loop import Trainer, make_optimizer, schedule_factor
 from train.memory_plan import Work
 from train.pace import Pace
-from train.plan import check_loading, make_plan
+from train.plan import Plan, check_loading, make_plan
 from train.probe import probe
 from train.run_folder import open_folder
 from train.start import start_from
+from train.throughput import throughput
 
 BuildHead = Callable[[RunConfig, Target, Sequence[Encoded], Callable[[str], None]], Head]
 """Makes the untrained head from the config, the target and the training data; the last argument prints a line."""
+
+
+Rehearsal = Callable[[Accelerator, Plan, Callable[[str], None]], None]
+"""What is done instead of a run: it prints with the last argument, and writes nothing."""
+REHEARSALS: Mapping[str, Rehearsal] = {PLAN: probe, THROUGHPUT: throughput}
 
 
 class SaveHead(Protocol):
@@ -53,10 +59,10 @@ class SaveHead(Protocol):
         ...
 
 
-def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, *, plan_only: bool = False) -> None:
-    """Make the run that `config` describes, or continue it, and save its head with `save`.
-
-    With `plan_only`, print what it would take and write nothing.
+def train(
+    config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, rehearsal: Rehearsal | None = None
+) -> None:
+    """Make the run that `config` describes, or continue it, and save its head with `save`; or do `rehearsal` instead.
 
     Raises:
         ValueError: If the config, the data, the target or what the run's folder holds do not allow it; nothing was
@@ -66,7 +72,7 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, 
     accelerator = start_accelerator(config)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", config.run.keep)
     with naming("run.dir", "choose another --run.dir or --run.name"):
-        lock = open_folder(accelerator, config, checkpoints, plan_only=plan_only)
+        lock = open_folder(accelerator, config, checkpoints, dry=rehearsal is not None)
     with lock:
         set_seed(config.run.seed)
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
@@ -88,8 +94,8 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, 
                 journal.say(f"the head starts from {config.run.init}")
             steps = range(progress.step, total)
             plan = make_plan(accelerator, config, target, head, inputs, steps, build_head, journal.say)
-            if plan_only:
-                probe(accelerator, plan, journal.say)
+            if rehearsal is not None:
+                rehearsal(accelerator, plan, journal.say)
             elif _fit(accelerator, config, target, head, save, inputs, checkpoints, journal, progress, plan.work):
                 journal.say(f"run {config.run.name} is finished: {_result(config, progress)}")
             else:
@@ -120,8 +126,10 @@ def run_command(
     """
     try:
         words = list(sys.argv[1:] if argv is None else argv)
-        config = load_config(heads, [word for word in words if word != PLAN], description)
-        train(config, build_head, save, plan_only=PLAN in words)
+        asked = [word for word in words if word in REHEARSALS]
+        require(len(asked) <= 1, f"{' and '.join(asked)} are two commands; give one")
+        config = load_config(heads, [word for word in words if word not in REHEARSALS], description)
+        train(config, build_head, save, REHEARSALS[asked[0]] if asked else None)
     except (ValueError, OSError, FloatingPointError, UnsupportedTargetError) as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -17,15 +17,15 @@ CONFIG = "run.yaml"
 
 
 def open_folder(
-    accelerator: Accelerator, config: RunConfig, checkpoints: Checkpoints, *, plan_only: bool
+    accelerator: Accelerator, config: RunConfig, checkpoints: Checkpoints, *, dry: bool
 ) -> AbstractContextManager[object]:
     """Make the run's folder, or check that what is in it can be continued; return the lock that keeps others out.
 
-    With `plan_only` nothing is made or locked.
+    With `dry` nothing is made or locked.
     """
     folder = config.run.folder
     probe = folder / f".writable-{os.getpid()}"
-    if not plan_only:
+    if not dry:
         checkpoints.folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
@@ -37,7 +37,7 @@ def open_folder(
                 f"{folder} holds a run with another config:{lines}\nStart another run with --run.name, delete the "
                 "folder, or undo the change"
             )
-    if plan_only:
+    if dry:
         return nullcontext()
     lock = (folder / ".lock").open("w")
     if accelerator.is_main_process:
