@@ -86,7 +86,7 @@ def contents_for(
     return Contents(
         target=target.name,
         fingerprint=target.fingerprint,
-        target_dtype=str(target.dtype).removeprefix("torch."),
+        target_dtype=target.precision,
         dtype=str(stored).removeprefix("torch."),
         layers=tuple(feature_layers),
         inputs=inputs,

@@ -22,7 +22,8 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from heads.base import HeadConfig
-from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, naming, require
+from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, naming, require
+from train.config_file import flatten
 
 PLAN = "--plan"
 """On the command line: print what the run takes, and make none. No key: a config does not hold it."""

@@ -28,9 +28,11 @@ from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
 from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import PLAN, load_config
-from train.config import ADAPTING, ConfigError, OptimConfig, RunConfig, flat, naming
+from train.config import ConfigError, OptimConfig, RunConfig, naming
+from train.config_file import flat
 from train.distributed import WholeHead, prepare, start_accelerator
 from train.drift import make_evaluation
+from train.frozen import load_target
 from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
 from train.loop import Trainer, make_optimizer, schedule_factor
@@ -71,8 +73,7 @@ def train(config: RunConfig, build_head: BuildHead, save: SaveHead = save_head, 
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
         with naming(f"target.name={config.target.name}", "name a folder or a model of the hub"):
             check_loading(config, accelerator)
-            pack, dtype = config.head_type not in ADAPTING, config.target.dtype
-            target = Target.from_pretrained(config.target.name, dtype=dtype, device=accelerator.device, pack=pack)
+            target = load_target(config, accelerator)
         inputs = load_inputs(config, target)
         journal.say(inputs.describe())
         progress = _progress(checkpoints, inputs.hash(target))
@@ -213,7 +214,7 @@ def _optimizer(
 def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Inputs) -> dict[str, object]:
     """Return what a head folder records of the run that made it."""
     kept = {key: value for key, value in flat(config).items() if key.partition(".")[0] in ("data", "optim")}
-    notes = {**kept, "precision": config.precision, "seed": config.run.seed}
+    notes = {**kept, "precision": config.precision, "target.precision": target.precision, "seed": config.run.seed}
     if head.vocabulary is not None:
         measured = SupervisedTokens(inputs.samples, target.vocab_size).measure(head.vocabulary.cpu())
         notes["vocabulary"] = measured.notes()
