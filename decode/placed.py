@@ -12,7 +12,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from torch import nn
 from transformers import PreTrainedModel
 
-DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+DeviceMap = Literal["auto", "balanced", "sequential"]
+"""All begin with the first GPU, where heads are trained."""
 
 
 def is_placed(model: nn.Module) -> bool:

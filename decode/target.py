@@ -106,8 +106,8 @@ class Target:
             keep_weights: See `Target`.
             compile: See `Target`.
             quantize: Round the weights to "8bit" or "4bit" while they are loaded; see `decode.quantized`.
-            device_map: In place of `device`: "auto", "balanced", "balanced_low_0" or "sequential" spread the layers
-                over the GPUs, a mapping says where modules go; see `decode.placed`.
+            device_map: In place of `device`: "auto", "balanced" or "sequential" spread the layers over the GPUs, a
+                mapping says where modules go; see `decode.placed`.
 
         Raises:
             ValueError: If there is no such precision, device, rounding or map.

@@ -54,7 +54,7 @@ class TargetConfig:
     """Number format of the target's weights, and of the states it hands to the head."""
     quantize: Literal["8bit", "4bit"] | None = None
     """Round the weights of its linear layers while it is loaded; embedding and lm_head stay as target.dtype says."""
-    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    device_map: Literal["auto", "balanced", "sequential"] | None = None
     """Spread its layers over all GPUs, as accelerate does it; for a run of one process."""
 
     def __post_init__(self) -> None:
