@@ -15,6 +15,7 @@ MAY_CHANGE = frozenset(
     {
         *("optim.steps", "optim.epochs", "data.feature_memory", "data.feature_dir", "target.device_map"),
         *("run.eval_every", "run.save_every", "run.log_every", "run.keep", "run.tracker"),
+        "head.activation_checkpointing",
     }
 )
 """Keys that a run may be continued with another value of."""

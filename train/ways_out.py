@@ -78,6 +78,8 @@ def changes(work: Work, memory: Sequence[Memory]) -> Iterator[tuple[str, list[An
     accumulation += [n for n in range(accumulation[0] + 1, pieces + 1) if pieces % n == 0]
     if accumulation[1:]:
         yield "optim.accumulation", accumulation[1:]
+    if config.head.get("activation_checkpointing") is False:
+        yield "head.activation_checkpointing", [True]
     vocabulary = config.head.get("draft_vocab_size") or work.target.vocab_size
     starts = {
         "head.chunk_size": config.head.get("chunk_size", 0),
