@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from decode.placed import DeviceMap, join_ends
 from decode.quantized import quantization_config, settle
+from decode.sharded import shard_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,6 +24,7 @@ def load_model(
     *,
     quantize: str | None = None,
     device_map: str | Mapping[str, int | str] | None = None,
+    shard: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer from a folder or the hub.
 
@@ -33,12 +35,15 @@ def load_model(
         attn: "sdpa" or "eager".
         quantize: Round the weights to "8bit" or "4bit"; see `decode.quantized`.
         device_map: How to spread the layers over the devices; see `decode.placed`.
+        shard: Spread them over the processes; see `decode.sharded`.
 
     Raises:
         ValueError: If the folder is none of a model, or it cannot be rounded or spread so.
         OSError: If there is no such model.
     """
     check_folder(name)
+    if shard and (quantize is not None or device_map is not None):
+        raise ValueError("shard=True spreads layers as they are stored; leave quantize and device_map out, or it")
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
     if isinstance(device_map, str) and device_map not in get_args(DeviceMap):
         raise ValueError(f"unknown device_map {device_map!r}; use one of {', '.join(get_args(DeviceMap))}")
@@ -55,7 +60,9 @@ def load_model(
         settle(model, quantize)
     if device_map is not None:
         join_ends(model)
-    if "device_map" not in options:
+    if shard:
+        shard_model(model, device)
+    elif "device_map" not in options:
         model = model.to(device)  # type: ignore[arg-type]
     return model, tokenizer
 

@@ -40,7 +40,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedTargetError(f"{name} is an encoder-decoder; Gorgon decodes decoder-only causal LMs")
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise UnsupportedTargetError(f"{name} has no lm_head; load it with AutoModelForCausalLM")
-    devices = {parameter.device for parameter in (model if not is_placed(model) else _ends(model)).parameters()}
+    devices = {parameter.device for parameter in (_ends(model) if is_placed(model) else model).parameters()}
     if len(devices) > 1:
         raise UnsupportedTargetError(
             f"{name} is spread over {', '.join(sorted(map(str, devices)))}, of which heads need one for embedding and "

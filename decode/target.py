@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.capture import check_layers, decoder_layers, hidden_states, outputs, side_by_side
-from decode.compiled import compile_model
-from decode.fused import give_up_weights, pack_model
+from decode.compiled import faster_layers
+from decode.fused import give_up_weights
 from decode.identity import describe_precision, find_fingerprint
 from decode.loading import find_device, find_dtype, load_model
 from decode.masks import additive_mask, slot_positions
-from decode.placed import is_placed
 from decode.quantized import quantization
 from decode.session import Session, TargetOutput
+from decode.sharded import is_sharded, one_mode, ordinary
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
 
@@ -70,12 +70,11 @@ class Target:
         refuse_unsupported(model)
         self.quantize = quantization(model)
         """How the weights are rounded: "8bit", "4bit", another library's method, or None."""
-        whole = self.quantize is None and not is_placed(model)
-        if compile and not whole:
-            raise ValueError("compile=True knows whole layers on one device; leave quantize and device_map out, or it")
+        self.sharded = is_sharded(model)
+        """Whether its layers are spread over processes, which must then make the same passes; see `decode.sharded`."""
         names = inspect.signature(type(model).forward).parameters
         self._cache_keyword = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
-        self.packed = compile_model(model) if compile else pack_model(model) if pack and whole else None
+        self.packed = faster_layers(model, pack=pack, compile=compile)
         self.plain_logits = probe(self)
         if not (compile or keep_weights) and self.packed:
             self.fingerprint  # noqa: B018 - read from the weights, and cached
@@ -94,6 +93,7 @@ class Target:
         compile: bool = False,
         quantize: str | None = None,
         device_map: str | Mapping[str, int | str] | None = None,
+        shard: bool = False,
     ) -> Target:
         """Load a model and its tokenizer from a folder or the hub.
 
@@ -108,6 +108,7 @@ class Target:
             quantize: Round the weights to "8bit" or "4bit" while they are loaded; see `decode.quantized`.
             device_map: In place of `device`: "auto", "balanced" or "sequential" spread the layers over the GPUs, a
                 mapping says where modules go; see `decode.placed`.
+            shard: Spread the layers over the processes of torch.distributed, which all call this; see `decode.sharded`.
 
         Raises:
             ValueError: If there is no such precision, device, rounding or map.
@@ -117,7 +118,7 @@ class Target:
         if device is not None and device_map is not None:
             raise ValueError(f"give device ({device}) or device_map ({device_map}), not both")
         place, known = find_device(device), find_dtype(dtype)
-        model, tokenizer = load_model(name, known, place, attn, quantize=quantize, device_map=device_map)
+        model, tokenizer = load_model(name, known, place, attn, quantize=quantize, device_map=device_map, shard=shard)
         return cls(model, tokenizer, name=name, pack=pack, keep_weights=keep_weights, compile=compile)
 
     @property
@@ -210,7 +211,7 @@ class Target:
         """Return the states at every token, [B, T, D]; see `encode_features`."""
         return self.encode_features(token_ids, lengths, ())[0]
 
-    @torch.no_grad()  # not inference mode: autograd saves these states for the heads' backward pass
+    @torch.no_grad()  # what it returns is of no inference mode: autograd saves it for the heads' backward pass
     def encode_features(
         self, token_ids: Tensor, lengths: Sequence[int], feature_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
@@ -228,10 +229,10 @@ class Target:
             ValueError: If there is no such layer.
         """
         self.check_layers(feature_layers)
-        last = [length - 1 for length in lengths]
-        with hidden_states(self.lm_head, last) as hidden, outputs(self._layers(feature_layers)) as layers:
+        last, layers = [length - 1 for length in lengths], self._layers(feature_layers)
+        with one_mode(self.model), hidden_states(self.lm_head, last) as hidden, outputs(layers) as found:
             self.model(input_ids=token_ids.to(self.device), use_cache=False)
-        return hidden[0].to(self.device), side_by_side(layers, self.device)
+        return ordinary(hidden[0].to(self.device)), ordinary(side_by_side(found, self.device))
 
     def check_layers(self, feature_layers: Sequence[int]) -> None:
         """Refuse numbers of decoder layers that there are not.

@@ -56,8 +56,14 @@ class TargetConfig:
     """Round the weights of its linear layers while it is loaded; embedding and lm_head stay as target.dtype says."""
     device_map: Literal["auto", "balanced", "sequential"] | None = None
     """Spread its layers over all GPUs, as accelerate does it; for a run of one process."""
+    shard: bool = False
+    """Spread its layers over the processes of the run, which gather each for its pass; the head is whole in all."""
 
     def __post_init__(self) -> None:
+        require(
+            not self.shard or (self.quantize is None and self.device_map is None),
+            "target.shard spreads layers as they are stored; leave target.quantize and target.device_map out, or it",
+        )
         require(
             self.quantize is None or self.dtype != "float64",
             f"target.quantize={self.quantize} computes in float32, bfloat16 or float16, not in target.dtype=float64",

@@ -13,9 +13,9 @@ from train.config import RunConfig
 
 MAY_CHANGE = frozenset(
     {
-        *("optim.steps", "optim.epochs", "data.feature_memory", "data.feature_dir", "target.device_map"),
+        *("optim.steps", "optim.epochs", "data.feature_memory", "data.feature_dir"),
         *("run.eval_every", "run.save_every", "run.log_every", "run.keep", "run.tracker"),
-        "head.activation_checkpointing",
+        *("target.device_map", "target.shard", "head.activation_checkpointing"),
     }
 )
 """Keys that a run may be continued with another value of."""

@@ -119,7 +119,8 @@ def check_loading(config: RunConfig, accelerator: Accelerator) -> None:
     free = None if memory is None else memory // _local_processes(accelerator)
     if on_gpu:
         free = free_on_device(accelerator.device)
-    empty = None if free is None or config.target.device_map is not None else without_weights(name)
+    spread = config.target.device_map is not None or config.target.shard
+    empty = None if free is None or spread else without_weights(name)
     if free is None or empty is None:
         return
     packs = not on_gpu and config.head_type not in ADAPTING and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -232,7 +233,8 @@ def _unpredictable(accelerator: Accelerator, config: RunConfig) -> str | None:
         return f"{kind.value} spreads or offloads a part of it"
     if config.head_type in ADAPTING:
         return "they train layers inside the target"
-    return None if config.target.device_map is None else "the target is spread over several devices"
+    spread = config.target.device_map is not None or config.target.shard
+    return "the target is spread over several devices or processes" if spread else None
 
 
 def _disk(work: Work, features: int) -> list[Disk]:

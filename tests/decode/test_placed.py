@@ -153,7 +153,7 @@ def test_a_model_that_a_user_has_spread_needs_its_ends_together(folder: Path):
     [
         ({"device_map": "everywhere"}, "unknown device_map 'everywhere'; use one of auto, balanced"),
         ({"device_map": "auto", "device": "cpu"}, r"device \(cpu\) or device_map \(auto\), not both"),
-        ({"device_map": ON_DISK, "compile": True}, "leave quantize and device_map out"),
+        ({"device_map": ON_DISK, "compile": True}, "leave quantize, device_map and shard out"),
     ],
 )
 def test_what_cannot_be_placed_is_a_clear_error(folder: Path, options: dict[str, object], message: str):

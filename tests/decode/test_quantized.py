@@ -152,7 +152,7 @@ def test_a_rounding_that_mixes_the_tokens_of_a_pass_is_refused(folder: Path):
     [
         ({"quantize": "3bit"}, "unknown quantize '3bit'; use one of 8bit, 4bit"),
         ({"quantize": "8bit", "dtype": "float64"}, "8bit computes in float32, bfloat16 or float16, not in float64"),
-        ({"quantize": "8bit", "compile": True}, "leave quantize and device_map out"),
+        ({"quantize": "8bit", "compile": True}, "leave quantize, device_map and shard out"),
     ],
 )
 def test_what_cannot_be_rounded_is_a_clear_error(folder: Path, options: dict[str, object], message: str):
