@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from decode.fused import FAMILIES, LayerForward, is_known_layer, norm_parameters, normed, pack_model, rotate
 from decode.placed import is_placed
-from decode.quantized import quantization
+from decode.quantized import is_rounded
 from decode.sharded import is_sharded
 from decode.support import UnsupportedTargetError
 from heads.packing import PackedModules
@@ -37,7 +37,7 @@ def faster_layers(model: PreTrainedModel, *, pack: bool, compile: bool) -> Packe
         ValueError: If these are to be compiled.
         UnsupportedTargetError: If there are none that can be.
     """
-    whole = quantization(model) is None and not is_placed(model) and not is_sharded(model)
+    whole = not is_rounded(model) and not is_placed(model) and not is_sharded(model)
     if compile and not whole:
         raise ValueError("compile=True knows whole layers on one device; leave quantize, device_map and shard out")
     return compile_model(model) if compile else pack_model(model) if pack and whole else None

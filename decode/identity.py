@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from decode.quantized import quantization
@@ -13,14 +14,14 @@ from heads.formats.target_files import TargetFiles
 def find_fingerprint(model: PreTrainedModel) -> str:
     """Return a short hash of sizes and a sample of every weight, the same in all precisions and roundings.
 
-    Weights that are rounded, or not all in this process, are read from the files that the model was loaded from.
+    Weights that were rounded while loaded, or are not all in this process, are read from the model's files.
 
     Raises:
         ValueError: If those cannot tell.
     """
     weights = dict(model.named_parameters())
-    stored = quantization(model) is None and all(type(weight) is nn.Parameter for weight in weights.values())
-    if not stored or any(weight.is_meta for weight in weights.values()):
+    elsewhere = any(weight.is_meta or is_traceable_wrapper_subclass(weight) for weight in weights.values())
+    if elsewhere or quantization(model) is not None:
         return TargetFiles(str(model.config.name_or_path)).fingerprint
     lm_head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     vocab_size, hidden_size = lm_head.get_parameter("weight").shape

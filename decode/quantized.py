@@ -74,10 +74,10 @@ def settle(model: PreTrainedModel, quantize: str) -> None:
         ValueError: If it was rounded otherwise before, or hardly any of its weights are in layers that can be, or its
             library would compute them wrongly.
     """
-    if (found := quantization(model)) != quantize:
+    if quantization(model) != quantize:
         raise ValueError(
-            f"quantize={quantize}: {model.config.name_or_path} is stored in another rounding ({found}); leave quantize "
-            "out, or give the model that is not rounded"
+            f"quantize={quantize}: {model.config.name_or_path} is stored with rounded weights; leave quantize out, or "
+            "give the model that is not rounded"
         )
     if quantize == "4bit":
         from bitsandbytes.nn import Linear4bit
@@ -106,28 +106,39 @@ def settle(model: PreTrainedModel, quantize: str) -> None:
 
 
 def quantization(model: PreTrainedModel) -> str | None:
-    """Return how a model's weights were rounded: "8bit" or "4bit" if as here, else the name of a method, or None.
+    """Return how a model's weights were rounded while it was loaded; None for those that were stored as they are.
+
+    Returns:
+        "8bit" or "4bit" if as here, else the name of a method, or None.
 
     Raises:
-        UnsupportedTargetError: If it is LLM.int8().
+        UnsupportedTargetError: If it is LLM.int8(), stored so or not.
     """
     config: Any = vars(model.config).get("quantization_config")
     if config is None:
         return None
     settings: dict[str, Any] = config if isinstance(config, dict) else config.to_dict()
-    method = QuantizationMethod(settings["quant_method"])
-    if method == QuantizationMethod.BITS_AND_BYTES and settings["load_in_8bit"]:
+    if settings.get("load_in_8bit"):
         raise UnsupportedTargetError(
             f"{type(model).__name__} rounds as LLM.int8() does (bitsandbytes' 8 bits), states too, by columns that are "
             "chosen among all tokens of a pass, so that drafts would change the text; load it with "
             'Target.from_pretrained(..., quantize="8bit")'
         )
+    loader = vars(model).get("hf_quantizer")
+    if loader is None or loader.pre_quantized:
+        return None
+    method = QuantizationMethod(settings["quant_method"])
     for name, library in LIBRARIES.items():
         if library == method.value:
             ours = quantization_config(name, "auto").to_dict()
             if all(settings.get(key) == ours[key] for key in ROUNDING[name]):
                 return name
     return method.value
+
+
+def is_rounded(model: PreTrainedModel) -> bool:
+    """Return whether a model's weights are rounded, by whomever and whenever."""
+    return vars(model.config).get("quantization_config") is not None
 
 
 def linear_layers(model: PreTrainedModel, quantize: str) -> list[nn.Module]:

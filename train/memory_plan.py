@@ -17,7 +17,7 @@ from data.batches import BatchPlan
 from data.conversations import Encoded
 from data.features import bytes_per_token, compute_states, size_text
 from decode import Target
-from decode.quantized import predicted_bytes, weight_bytes
+from decode.quantized import is_rounded, predicted_bytes, weight_bytes
 from heads.base import Head
 from heads.memory import give_back
 from train.config import RunConfig
@@ -136,7 +136,7 @@ def target_pass_bytes(target: Target, samples: Sequence[Encoded], feature_layers
 
 def target_bytes(target: Target, dtype: torch.dtype, quantize: str | None) -> int:
     """Return the bytes of the target's weights in a number format, rounded or not."""
-    if target.quantize is not None:
+    if is_rounded(target.model):
         return weight_bytes(target.model)
     count = predicted_bytes(target.model, quantize, dtype)
     if quantize is None and target.packed and target.packed.has_products and dtype == torch.float32:

@@ -9,7 +9,7 @@ from typing import Any
 from data.conversations import Encoded
 from data.features import size_text
 from decode.loading import DTYPES
-from decode.quantized import FORMATS, LIBRARIES, can_round, linear_layers
+from decode.quantized import FORMATS, LIBRARIES, can_round, is_rounded, linear_layers
 from heads.base import Head
 from train.config import RunConfig
 from train.imagined import UnpredictableError
@@ -95,7 +95,7 @@ def changes(work: Work, memory: Sequence[Memory]) -> Iterator[tuple[str, list[An
             yield key, values
     if work.dtype.itemsize > 2:
         yield "target.dtype", ["bfloat16"]
-    if work.target.quantize is None and work.dtype in FORMATS:
+    if not is_rounded(work.target.model) and work.dtype in FORMATS:
         layers = {name: linear_layers(work.target.model, name) for name in LIBRARIES}
         yield "target.quantize", [name for name in layers if can_round(layers[name], name, work.target.device)]
 

@@ -168,6 +168,19 @@ def test_rows_that_the_library_would_unpack_wrongly_are_refused(tmp_path: Path, 
     Target.from_pretrained(str(tmp_path), device="cpu", quantize="8bit")
 
 
+@pytest.mark.parametrize("quantize", ROUNDINGS)
+def test_a_model_that_is_stored_rounded_is_a_target_of_its_own(load: Load, tmp_path: Path, quantize: str):
+    rounded = load(quantize)
+    rounded.model.save_pretrained(tmp_path)
+    rounded.tokenizer.save_pretrained(tmp_path)
+    stored = Target(LlamaForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}), pack=True)
+    assert stored.quantize is None
+    assert stored.packed is None
+    assert stored.fingerprint != rounded.fingerprint
+    with pytest.raises(ValueError, match="is stored with rounded weights; leave quantize out"):
+        Target.from_pretrained(str(tmp_path), device="cpu", quantize=quantize)
+
+
 def test_a_missing_library_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("decode.quantized.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'4bit needs bitsandbytes: pip install -e "\.\[quantized\]"'):
