@@ -72,7 +72,7 @@ def test_heads_with_an_adapter_have_a_plan_without_memory(launch: Launch, capsys
 
 @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
 def test_a_launch_that_spreads_a_step_is_not_predicted(kind: DistributedType):
-    config = SimpleNamespace(head_type="medusa", target=SimpleNamespace(device_map=None))
+    config = SimpleNamespace(head_type="medusa", target=SimpleNamespace(device_map=None, shard=False))
     assert f"{kind.value} spreads" in plan._unpredictable(SimpleNamespace(distributed_type=kind), config)
     assert plan._unpredictable(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU), config) is None
 
