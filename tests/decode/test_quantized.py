@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from decode import Chain, Drafting, Sampling, StaticTree, Target, UnsupportedTargetError, generate
 from decode.compare import first_difference
@@ -178,6 +185,14 @@ def test_a_model_that_is_stored_rounded_is_a_target_of_its_own(load: Load, tmp_p
     assert stored.packed is None
     assert stored.fingerprint != rounded.fingerprint
     with pytest.raises(ValueError, match="is stored with rounded weights; leave quantize out"):
+        Target.from_pretrained(str(tmp_path), device="cpu", quantize=quantize)
+
+
+@pytest.mark.parametrize("quantize", ROUNDINGS)
+def test_a_model_whose_weights_would_stay_as_they_are_is_refused(tmp_path: Path, tiny_tokenizer, quantize: str):
+    MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"quantize={quantize} rounds [\d,]+ of the [\d,]+ weights between embedding"):
         Target.from_pretrained(str(tmp_path), device="cpu", quantize=quantize)
 
 
