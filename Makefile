@@ -59,7 +59,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[dev,gguf,deepspeed]"
+	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[dev,gguf,deepspeed,quantized]"
 	touch $@
 
 $(ENGINES)/.gorgon-installed: tests/engines/requirements.txt

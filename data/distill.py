@@ -185,7 +185,7 @@ def _begin_record(
     """Return the record of how the answers are made, which is on disk before the first of them."""
     places: dict[str, object] = {"target": config.target}
     if target is not None:
-        job.settings.update({"fingerprint": target.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")})
+        job.settings.update({"fingerprint": target.fingerprint, "dtype": target.precision})
         places = {"target": target.name, "device": str(target.device)}
     if job.server is not None:
         places["server"] = job.server.host

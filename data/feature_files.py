@@ -41,7 +41,7 @@ class Contents:
     fingerprint: str
     """Of the target."""
     target_dtype: str
-    """The target's number format when it computed them."""
+    """The target's number format when it computed them, and the rounding of its weights; see `Target.precision`."""
     dtype: str
     """Number format on disk."""
     layers: tuple[int, ...]
@@ -86,7 +86,7 @@ class Contents:
                 "data.max_length, or those held out for the evaluation"
             )
         if self.target_dtype != wanted.target_dtype:
-            lines.append(f"target.dtype: {self.target_dtype} -> {wanted.target_dtype}")
+            lines.append(f"target.dtype, target.quantize: {self.target_dtype} -> {wanted.target_dtype}")
         if self.dtype != wanted.dtype:
             lines.append(f"number format on disk (data.feature_dtype): {self.dtype} -> {wanted.dtype}")
         if not set(wanted.layers) <= set(self.layers):

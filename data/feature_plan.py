@@ -38,18 +38,19 @@ class Estimate:
     """Bytes free on the folder's file system."""
     largest: int
     """Bytes of the largest file, all of which is in memory before it is written."""
-    seconds: float
-    """By the speed of a few conversations."""
+    seconds: float | None
+    """By the speed of a few conversations; None where one process alone cannot run the target."""
 
     def describe(self) -> str:
         """Return it in one line, for people."""
         contents = self.folder.contents
         layers = f" and outputs of layers {list(contents.layers)}" if contents.layers else ""
         there = contents.num_files - self.missing
+        time_ = "" if self.seconds is None else f"about {tqdm.format_interval(self.seconds)}, "
         return (
             f"target states{layers} go to {self.folder.path} in {contents.dtype}: {size_text(self.needed)} in "
-            f"{self.missing} files{f' ({there} are there)' if there else ''}, {size_text(self.free)} free; about "
-            f"{tqdm.format_interval(self.seconds)}, {size_text(self.largest)} of memory beside the target"
+            f"{self.missing} files{f' ({there} are there)' if there else ''}, {size_text(self.free)} free; "
+            f"{time_}{size_text(self.largest)} of memory beside the target"
         )
 
     def check(self) -> None:
@@ -86,7 +87,7 @@ def contents_for(
     return Contents(
         target=target.name,
         fingerprint=target.fingerprint,
-        target_dtype=str(target.dtype).removeprefix("torch."),
+        target_dtype=target.precision,
         dtype=str(stored).removeprefix("torch."),
         layers=tuple(feature_layers),
         inputs=inputs,
@@ -144,12 +145,6 @@ def estimate_folder(
     lengths = [len(sample.token_ids) for sample in samples]
     tokens = [sum(lengths[contents.bounds[number] : contents.bounds[number + 1]]) for number in missing]
     needed, largest = sum(tokens) * size, max(tokens) * size
-    probes = samples[:: max(1, len(samples) // PROBES)][:PROBES]
-    compute_states(target, probes[0], contents.layers)  # the first pass allocates
-    start = time.perf_counter()
-    for sample in probes:
-        compute_states(target, sample, contents.layers)
-    seconds = time.perf_counter() - start
     return Estimate(
         folder=folder,
         missing=len(missing),
@@ -157,5 +152,15 @@ def estimate_folder(
         margin=largest + needed // 20,
         free=shutil.disk_usage(folder.path).free,
         largest=largest,
-        seconds=seconds * sum(tokens) / sum(len(sample.token_ids) for sample in probes) / processes,
+        seconds=None if target.sharded else sum(tokens) / _speed(target, samples, contents.layers) / processes,
     )
+
+
+def _speed(target: Target, samples: Sequence[Encoded], layers: Sequence[int]) -> float:
+    """Return how many tokens of a few conversations the target reads in a second."""
+    probes = samples[:: max(1, len(samples) // PROBES)][:PROBES]
+    compute_states(target, probes[0], layers)  # the first pass allocates
+    start = time.perf_counter()
+    for sample in probes:
+        compute_states(target, sample, layers)
+    return sum(len(sample.token_ids) for sample in probes) / (time.perf_counter() - start)

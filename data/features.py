@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from data.batches import collate
 from data.conversations import Encoded
 from decode import Target
 from heads.base import FeatureBatch
+
+Most = Callable[[Sequence[int]], Sequence[int]]
+"""The largest of each number in any process."""
 
 
 class States(NamedTuple):
@@ -116,10 +119,17 @@ class OnlineFeatures(Features):
         memory_bytes: Bytes of host memory for kept states. First come, first kept: nothing is evicted, because every
             epoch visits every sample once and eviction would only swap one for another.
         feature_layers: See `Features`.
+        most: Returns the largest numbers of all processes, which call it together. Only for a target whose layers are
+            spread over them: what one process lacks, all compute, each its own conversation.
     """
 
     def __init__(
-        self, target: Target, samples: Sequence[Encoded], memory_bytes: int, feature_layers: Sequence[int] = ()
+        self,
+        target: Target,
+        samples: Sequence[Encoded],
+        memory_bytes: int,
+        feature_layers: Sequence[int] = (),
+        most: Most | None = None,
     ) -> None:
         super().__init__(target, samples, feature_layers)
         if memory_bytes < 0:
@@ -127,17 +137,32 @@ class OnlineFeatures(Features):
         self._memory_bytes = memory_bytes
         self._kept: dict[int, States] = {}
         self.kept_bytes = 0
+        self._most = most
+        self._lacking: dict[int, States] = {}  # of a batch, in lock-step
+
+    def batch(self, indices: Sequence[int]) -> FeatureBatch:
+        """Return the samples at `indices`; see `Features.batch`. All processes ask for as many."""
+        if self._most is not None:
+            lacking = self._most([int(index not in self._kept) for index in indices])
+            pairs = zip(indices, lacking, strict=True)
+            self._lacking = {index: self._compute(index) for index, anywhere in pairs if anywhere}
+        try:
+            return super().batch(indices)
+        finally:
+            self._lacking = {}
 
     def states(self, index: int) -> States:
         """Return the states of one sample, on the CPU; not to be written to."""
-        kept = self._kept.get(index)
-        if kept is not None:
-            return kept
+        found = self._kept.get(index, self._lacking.get(index))
+        return self._compute(index) if found is None else found
+
+    def _compute(self, index: int) -> States:
+        """Compute the states of one sample, and keep them if they fit."""
         start = time.perf_counter()
         states = compute_states(self._target, self._samples[index], self._feature_layers)
         self.target_seconds += time.perf_counter() - start
         self.target_tokens += len(states.hidden)
-        if self.kept_bytes + states.nbytes <= self._memory_bytes:
+        if index not in self._kept and self.kept_bytes + states.nbytes <= self._memory_bytes:
             self._kept[index] = states
             self.kept_bytes += states.nbytes
         return states

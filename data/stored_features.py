@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from data.conversations import Encoded
 from data.feature_files import HIDDEN, MISSING, Contents, layer_name, open_folder
-from data.features import Features, States, bytes_per_token, compute_states, size_text
+from data.features import Features, Most, States, bytes_per_token, compute_states, size_text
 from decode import Target
 
 logger = logging.getLogger(__name__)
@@ -48,12 +48,13 @@ class StoredFeatures(Features):
         super().__init__(target, samples, wanted.layers)
         self.folder = open_folder(Path(path), wanted)
         self._open: dict[int, Any] = {}
+        self._passes = 0  # of the target, to fill the folder
         lengths = [len(sample.token_ids) for sample in samples]
         self._ends: list[int] = []  # row in its file at which each sample ends
         for start, end in pairwise(self.folder.contents.bounds):
             self._ends += accumulate(lengths[start:end])
 
-    def fill(self, process: int = 0, processes: int = 1, *, hide: bool = False) -> None:
+    def fill(self, process: int = 0, processes: int = 1, *, hide: bool = False, most: Most | None = None) -> None:
         """Check this process's share of the files, all their bytes, and compute what is missing or damaged.
 
         Where nothing is, the folder need not be writable.
@@ -62,6 +63,8 @@ class StoredFeatures(Features):
             process: Which share, from 0.
             processes: How many shares there are.
             hide: Show no progress bar.
+            most: Returns the largest numbers of all processes. Only for a target whose layers are spread over them:
+                all make as many passes as the one that lacks most, the last of them for nothing.
 
         Raises:
             OSError: If a file cannot be written.
@@ -69,11 +72,17 @@ class StoredFeatures(Features):
         bounds = self.folder.contents.bounds
         mine = range(process, self.folder.contents.num_files, processes)
         total = sum(bounds[number + 1] - bounds[number] for number in mine)
+        passes = self._passes
+        if most is not None:
+            faulty = [number for number in mine if self.folder.fault(number, thorough=True) is not None]
+            passes += most([sum(bounds[number + 1] - bounds[number] for number in faulty)])[0]
         with tqdm(total=total, desc="features", unit=" conversations", disable=hide) as bar:
             for number in mine:
                 if self.folder.fault(number, thorough=True) is not None and self._mend(number, bar):
                     continue
                 bar.update(bounds[number + 1] - bounds[number])
+        for _ in range(passes - self._passes):  # with the others, who are not done
+            compute_states(self._target, self._samples[0], self.folder.contents.layers)
 
     def _mend(self, number: int, bar: tqdm[Any]) -> bool:
         """Compute a file and return True, or False if another process did it while this one waited for the lock."""
@@ -93,6 +102,7 @@ class StoredFeatures(Features):
         tensors: dict[str, Tensor] = {}
         for index in range(start, end):
             states = compute_states(self._target, self._samples[index], contents.layers)
+            self._passes += 1
             layers = () if states.features is None else states.features.chunk(len(contents.layers), dim=-1)
             for name, part in zip(contents.names, (states.hidden, *layers), strict=True):
                 if index == start:

@@ -49,9 +49,22 @@ def outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def side_by_side(captured: Sequence[Tensor]) -> Tensor | None:
-    """Join the features of several layers, or return None for none: n x [B, T, D] -> [B, T, n * D]."""
-    return torch.cat(list(captured), dim=-1) if captured else None
+def side_by_side(captured: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Join the features of several layers on a device, or return None for none: n x [B, T, D] -> [B, T, n * D]."""
+    return torch.cat([part.to(device) for part in captured], dim=-1) if captured else None
+
+
+def check_layers(wanted: Sequence[int], count: int, name: str) -> None:
+    """Refuse numbers of decoder layers that the model `name` with `count` of them has not.
+
+    Raises:
+        ValueError: If they are not ascending or not between 1 and `count`.
+    """
+    layers = list(wanted)
+    if layers != sorted(set(layers)) or (layers and not 1 <= layers[0] <= layers[-1] <= count):
+        raise ValueError(
+            f"feature layers must be ascending numbers from 1 to {count} (the decoder layers of {name}), got {layers}"
+        )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

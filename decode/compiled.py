@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from decode.fused import FAMILIES, LayerForward, is_known_layer, norm_parameters, normed, rotate
+from decode.fused import FAMILIES, LayerForward, is_known_layer, norm_parameters, normed, pack_model, rotate
+from decode.placed import is_placed
+from decode.quantized import is_rounded
+from decode.sharded import is_sharded
 from decode.support import UnsupportedTargetError
 from heads.packing import PackedModules
 
@@ -24,6 +28,19 @@ Norm = tuple[Tensor, float]
 """Weight and epsilon."""
 Linear = tuple[Tensor, Tensor | None]
 """Weight and bias."""
+
+
+def faster_layers(model: PreTrainedModel, *, pack: bool, compile: bool) -> PackedModules | None:
+    """Compile a model's layers or pack them, as asked for; those that are rounded or spread can only be left alone.
+
+    Raises:
+        ValueError: If these are to be compiled.
+        UnsupportedTargetError: If there are none that can be.
+    """
+    whole = not is_rounded(model) and not is_placed(model) and not is_sharded(model)
+    if compile and not whole:
+        raise ValueError("compile=True knows whole layers on one device; leave quantize, device_map and shard out")
+    return compile_model(model) if compile else pack_model(model) if pack and whole else None
 
 
 def compile_model(model: nn.Module) -> PackedModules:

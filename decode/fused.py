@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heads.memory import give_back
 from heads.packing import PackedForward, PackedLinear, PackedModules
 from heads.products import PackedProduct, can_pack, may_use
 
@@ -29,6 +30,16 @@ def pack_model(model: nn.Module) -> PackedModules:
     inside = {part for layer, _ in forwards for part in layer.modules()}
     forwards += [(m, PackedLinear(m)) for m in model.modules() if can_pack(m) and m not in inside]
     return PackedModules(forwards)
+
+
+def give_up_weights(model: nn.Module, packed: PackedModules, *, keep: nn.Module) -> None:
+    """Keep the packed weights of a model only, and the plain ones of `keep`."""
+    packed.release(keep=keep)
+    for parameter in model.parameters():  # others may be views into the checkpoint's file, which they hold
+        if not parameter.is_meta:
+            parameter.data = parameter.data.clone()
+    packed.repack()
+    give_back()
 
 
 def _can_fuse(module: nn.Module) -> bool:

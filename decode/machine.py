@@ -33,7 +33,7 @@ def machine(target: Target) -> dict[str, str]:
     """Return what the numbers were measured on."""
     return {
         "device": device_name(target),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.precision,
         "layers": _layers(target),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

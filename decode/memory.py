@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode.generation import generate
-from decode.loading import find_device, find_dtype
+from decode.loading import find_device, find_dtype, load_model
 from decode.lookup import PromptLookup
 from decode.measure import markdown, show, write_report
 from decode.options import add_target_options, load_target
@@ -66,9 +65,8 @@ def run_one(args: argparse.Namespace) -> dict[str, float]:
 
 def _theirs(args: argparse.Namespace) -> tuple[Callable[[], int], torch.device]:
     device, dtype = find_device(args.device), find_dtype(args.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
-    model.to(device).eval()
+    loaded, tokenizer = load_model(args.target, dtype, device, "sdpa", quantize=args.quantize)
+    model: Any = loaded.eval()  # type: ignore[no-untyped-call]
     prompts = json.load(sys.stdin)
     ends, longest = [tokenizer.eos_token_id], int(model.config.get_text_config().max_position_embeddings)
 
@@ -117,6 +115,7 @@ def compare(args: argparse.Namespace, prompts: list[list[int]]) -> list[dict[str
         command += ["--head", args.head] if args.head else []
         command += ["--device", args.device] if args.device else []
         command += ["--compile"] if args.compile else []
+        command += ["--quantize", args.quantize] if args.quantize else []
         done = subprocess.run(command, input=json.dumps(prompts), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{way} failed with exit status {done.returncode}")
@@ -166,6 +165,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         if args.prompts is None:
             raise ValueError("give --prompts, a JSONL file")
+        if args.device_map is not None:
+            raise ValueError("--device-map: the memory of one device is measured here; leave it out")
         if args.out is not None:
             check_writable(args.out)
         texts = read_prompts(args.prompts, limit=args.num)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from decode.dynamic import DynamicTree
 from decode.grow import Grow
+from decode.placed import DeviceMap
+from decode.quantized import Quantize
 from decode.target import Target
 
 TREE_OPTIONS = {
@@ -20,11 +22,13 @@ TREE_OPTIONS = {
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
-    """Add `target`, `--dtype`, `--device` and `--compile`, for `load_target`."""
+    """Add `target`, `--dtype`, `--device`, `--compile`, `--quantize` and `--device-map`, for `load_target`."""
     parser.add_argument("target", help="model folder or hub name")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, …; default: as stored")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
     parser.add_argument("--compile", action="store_true", help="compile the target's decoder layers; for GPUs")
+    parser.add_argument("--quantize", choices=get_args(Quantize), help="round the target's weights while loading it")
+    parser.add_argument("--device-map", choices=get_args(DeviceMap), help="spread the target's layers over the GPUs")
 
 
 def check_distinct(name: str, numbers: Sequence[float]) -> None:
@@ -40,7 +44,13 @@ def check_distinct(name: str, numbers: Sequence[float]) -> None:
 def load_target(args: argparse.Namespace, *, keep_weights: bool = False) -> Target:
     """Load the target that is asked for; see `Target.from_pretrained`, also for errors."""
     return Target.from_pretrained(
-        args.target, dtype=args.dtype, device=args.device, compile=args.compile, keep_weights=keep_weights
+        args.target,
+        dtype=args.dtype,
+        device=args.device,
+        compile=args.compile,
+        keep_weights=keep_weights,
+        quantize=args.quantize,
+        device_map=args.device_map,
     )
 
 

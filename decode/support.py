@@ -6,8 +6,10 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from decode.placed import is_placed
 from decode.tree import TokenTree, tree_shape
 from heads.transfer import to_device
 
@@ -38,10 +40,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedTargetError(f"{name} is an encoder-decoder; Gorgon decodes decoder-only causal LMs")
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise UnsupportedTargetError(f"{name} has no lm_head; load it with AutoModelForCausalLM")
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in (_ends(model) if is_placed(model) else model).parameters()}
     if len(devices) > 1:
         raise UnsupportedTargetError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; load it on one device, without device_map"
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}, of which heads need one for embedding and "
+            "lm_head; load it with Target.from_pretrained(..., device_map=...)"
         )
     unknown = (layer_kinds(config) or set()) - {"full_attention", "sliding_attention"}
     if unknown or model._is_stateful:
@@ -54,6 +57,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedTargetError(
             f'attention {attention!r} takes no tree mask; load the model with attn_implementation="sdpa" or "eager"'
         )
+
+
+def _ends(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the parts that heads read."""
+    return nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])  # type: ignore[no-untyped-call]
 
 
 @torch.inference_mode()

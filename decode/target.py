@@ -9,7 +9,7 @@ probe at construction that compares a tree pass with plain forwards.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.capture import decoder_layers, hidden_states, outputs, side_by_side
-from decode.compiled import compile_model
-from decode.fused import pack_model
+from decode.capture import check_layers, decoder_layers, hidden_states, outputs, side_by_side
+from decode.compiled import faster_layers
+from decode.fused import give_up_weights
+from decode.identity import describe_precision, find_fingerprint
 from decode.loading import find_device, find_dtype, load_model
 from decode.masks import additive_mask, slot_positions
+from decode.quantized import quantization
 from decode.session import Session, TargetOutput
+from decode.sharded import is_sharded, one_mode, ordinary
 from decode.support import layer_kinds, probe, refuse_unsupported
 from heads.cache import TreeCache
-from heads.fingerprint import fingerprint
-from heads.memory import give_back
-from heads.packing import PackedModules
 
 
 class Target:
@@ -53,7 +53,8 @@ class Target:
             tokenizer: Needed for text prompts, stop strings and text results.
             name: How to call it in head folders; the model's own name by default.
             pack: On a CPU, compute with packed float32 weights and fused layers (see `decode.fused`): the same but for
-                rounding, and faster. Modules inside fused layers, and hooks on them, are not called.
+                rounding, and faster. Modules inside fused layers, and hooks on them, are not called. Models that are
+                quantized or spread are left as they are.
             keep_weights: Keep the plain weights beside the packed ones. Without them the model takes half the memory,
                 and is for inference only.
             compile: Compile the decoder layers instead of packing (see `decode.compiled`); for GPUs.
@@ -67,21 +68,17 @@ class Target:
         self._config = model.config.get_text_config()
         self._layer_kinds = layer_kinds(self._config)
         refuse_unsupported(model)
+        self.quantize = quantization(model)
+        """How the weights are rounded: "8bit", "4bit", another library's method, or None."""
+        self.sharded = is_sharded(model)
+        """Whether its layers are spread over processes, which must then make the same passes; see `decode.sharded`."""
         names = inspect.signature(type(model).forward).parameters
         self._cache_keyword = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
-        self.packed = compile_model(model) if compile else pack_model(model) if pack else None
+        self.packed = faster_layers(model, pack=pack, compile=compile)
         self.plain_logits = probe(self)
         if not (compile or keep_weights) and self.packed:
-            self._give_up_weights(self.packed)
-
-    def _give_up_weights(self, packed: PackedModules) -> None:
-        self.fingerprint  # noqa: B018 - read from the weights, and cached
-        packed.release(keep=self.lm_head)
-        for parameter in self.model.parameters():  # others may be views into the checkpoint's file, which they hold
-            if not parameter.is_meta:
-                parameter.data = parameter.data.clone()
-        packed.repack()
-        give_back()
+            self.fingerprint  # noqa: B018 - read from the weights, and cached
+            give_up_weights(model, self.packed, keep=self.lm_head)
 
     @classmethod
     def from_pretrained(
@@ -94,6 +91,9 @@ class Target:
         pack: bool = True,
         keep_weights: bool = False,
         compile: bool = False,
+        quantize: str | None = None,
+        device_map: str | Mapping[str, int | str] | None = None,
+        shard: bool = False,
     ) -> Target:
         """Load a model and its tokenizer from a folder or the hub.
 
@@ -105,13 +105,20 @@ class Target:
             pack: See `Target`.
             keep_weights: See `Target`.
             compile: See `Target`.
+            quantize: Round the weights to "8bit" or "4bit" while they are loaded; see `decode.quantized`.
+            device_map: In place of `device`: "auto", "balanced" or "sequential" spread the layers over the GPUs, a
+                mapping says where modules go; see `decode.placed`.
+            shard: Spread the layers over the processes of torch.distributed, which all call this; see `decode.sharded`.
 
         Raises:
-            ValueError: If there is no such precision or device.
+            ValueError: If there is no such precision, device, rounding or map.
             OSError: If there is no such model.
             UnsupportedTargetError: See `Target`.
         """
-        model, tokenizer = load_model(name, find_dtype(dtype), find_device(device), attn)
+        if device is not None and device_map is not None:
+            raise ValueError(f"give device ({device}) or device_map ({device_map}), not both")
+        place, known = find_device(device), find_dtype(dtype)
+        model, tokenizer = load_model(name, known, place, attn, quantize=quantize, device_map=device_map, shard=shard)
         return cls(model, tokenizer, name=name, pack=pack, keep_weights=keep_weights, compile=compile)
 
     @property
@@ -126,13 +133,18 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
-        return self.model.device
+        """Where inputs go, and states and logits come back."""
+        return self.lm_head.get_parameter("weight").device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the weights."""
+        """Precision of the states, and of weights that are not rounded."""
         return self.model.dtype
+
+    @property
+    def precision(self) -> str:
+        """The same for people, and how the weights are rounded, if they are."""
+        return describe_precision(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -172,19 +184,14 @@ class Target:
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a text: the generation config's (one or several) and the tokenizer's."""
-        ids: set[int] = set()
-        for source in (self.model.generation_config, self.tokenizer):
-            eos = None if source is None else source.eos_token_id
-            if eos is not None:
-                ids.update([eos] if isinstance(eos, int) else eos)
-        return frozenset(ids)
+        sources = (self.model.generation_config, self.tokenizer)
+        found = [source.eos_token_id for source in sources if source is not None and source.eos_token_id is not None]
+        return frozenset(token for eos in found for token in ([eos] if isinstance(eos, int) else eos))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short hash of sizes and a sample of every weight, equal for float32 and bfloat16 copies."""
-        weights = dict(self.model.named_parameters())
-        layers = int(self._config.num_hidden_layers)
-        return fingerprint(self.vocab_size, self.hidden_size, layers, weights, weights.__getitem__)
+        """Short hash of sizes and a sample of every weight; see `decode.identity`."""
+        return find_fingerprint(self.model)
 
     def session(self, rows: int, capacity: int, feature_layers: Sequence[int] = ()) -> Session:
         """Open a session of `rows` sequences of at most `capacity` tokens each, their largest trees included.
@@ -204,7 +211,7 @@ class Target:
         """Return the states at every token, [B, T, D]; see `encode_features`."""
         return self.encode_features(token_ids, lengths, ())[0]
 
-    @torch.no_grad()  # not inference mode: autograd saves these states for the heads' backward pass
+    @torch.no_grad()  # what it returns is of no inference mode: autograd saves it for the heads' backward pass
     def encode_features(
         self, token_ids: Tensor, lengths: Sequence[int], feature_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
@@ -222,10 +229,10 @@ class Target:
             ValueError: If there is no such layer.
         """
         self.check_layers(feature_layers)
-        last = [length - 1 for length in lengths]
-        with hidden_states(self.lm_head, last) as hidden, outputs(self._layers(feature_layers)) as layers:
+        last, layers = [length - 1 for length in lengths], self._layers(feature_layers)
+        with one_mode(self.model), hidden_states(self.lm_head, last) as hidden, outputs(layers) as found:
             self.model(input_ids=token_ids.to(self.device), use_cache=False)
-        return hidden[0], side_by_side(layers)
+        return ordinary(hidden[0].to(self.device)), ordinary(side_by_side(found, self.device))
 
     def check_layers(self, feature_layers: Sequence[int]) -> None:
         """Refuse numbers of decoder layers that there are not.
@@ -233,12 +240,7 @@ class Target:
         Raises:
             ValueError: If they are not ascending or not between 1 and the number of layers.
         """
-        layers = list(feature_layers)
-        if layers != sorted(set(layers)) or (layers and not 1 <= layers[0] <= layers[-1] <= self.num_layers):
-            raise ValueError(
-                f"feature layers must be ascending numbers from 1 to {self.num_layers} (the decoder layers of "
-                f"{self.name}), got {layers}"
-            )
+        check_layers(feature_layers, self.num_layers, self.name)
 
     def forward(
         self,
@@ -265,7 +267,8 @@ class Target:
         options = {self._cache_keyword: _TransformersCache(cache), "use_cache": True}
         with hidden_states(self.lm_head, last) as hidden, outputs(self._layers(feature_layers)) as layers:
             out = self.model(input_ids=token_ids, attention_mask=mask, position_ids=new, **options)
-        return TargetOutput(out.logits, hidden[0], side_by_side(layers))
+        logits, states = out.logits.to(self.device), hidden[0].to(self.device)
+        return TargetOutput(logits, states, side_by_side(layers, self.device))
 
     def _mask(self, visible: Tensor, new: Tensor, positions: Tensor, lengths: Sequence[int]) -> Any:
         """Return the additive mask, or one for each kind of layer where a model mixes kinds."""

@@ -145,22 +145,22 @@ class Lender(Protocol):
     @property
     def name(self) -> str:
         """Name or path the target was loaded from."""
-        ...
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of the target's sizes and weights, equal for the same weights loaded in float32 and bfloat16."""
-        ...
+        """Short hash of the target's sizes and weights, equal for the same weights loaded in any precision."""
+
+    @property
+    def quantize(self) -> str | None:
+        """How its weights are rounded, such as "4bit"; None if they are not."""
 
     @property
     def embed(self) -> nn.Module:
         """Token embedding, with a `weight` [V, D]."""
-        ...
 
     @property
     def lm_head(self) -> nn.Module:
         """Output projection, with a `weight` [V, D]."""
-        ...
 
 
 Tree = Sequence[Sequence[int]] | Mapping[str, float] | None

@@ -1,9 +1,9 @@
 """Keys and values of B sequences, each with an uncommitted token tree at its end.
 
-One preallocated block per layer. Row b's committed tokens sit in slots `0 … lengths[b] - 1`; the nodes of its current
-tree are written behind them, in one pass or in several, node j in slot `lengths[b] + j`, and `commit` moves the nodes
-of the accepted path together. Keys are stored after rotation by *depth*, so moving a slot does not change what it
-means. Used by the target, by draft models and by heads that attend to their own past.
+One preallocated block per layer, on the layer's own device. Row b's committed tokens sit in slots `0 … lengths[b] - 1`;
+the nodes of its current tree are written behind them, in one pass or in several, node j in slot `lengths[b] + j`, and
+`commit` moves the nodes of the accepted path together. Keys are stored after rotation by *depth*, so moving a slot does
+not change what it means. Used by the target, by draft models and by heads that attend to their own past.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.transfer import to_device
+from heads.transfer import move, to_device
 
 
 class TreeCache:
@@ -92,7 +92,7 @@ class TreeCache:
                 block[:, :, slice(*self._slice(self.lengths[0]))] = new
             else:
                 rows = torch.arange(len(self.lengths), device=new.device)[:, None]
-                block[rows, :, self._slots] = new.transpose(1, 2)
+                block[rows, :, self._slots.to(new.device)] = new.transpose(1, 2)
             stored.append(block[:, :, : self.used])
         return stored[0], stored[1]
 
@@ -111,10 +111,12 @@ class TreeCache:
             start = self.lengths[row]
             moved = next((i for i, node in enumerate(path) if node != i), len(path))
             if moved < len(path):
-                source = to_device([start + node for node in path[moved:]], self._keys[0].device)
+                nodes = torch.tensor([start + node for node in path[moved:]])
+                sources = {place: move(nodes, place) for place in {block.device for block in self._keys}}
                 for block in (*self._keys, *self._values):
                     # index_select copies, so overlapping slots are safe
-                    block[row, :, start + moved : start + len(path)] = block[row].index_select(1, source)
+                    kept = block[row].index_select(1, sources[block.device])
+                    block[row, :, start + moved : start + len(path)] = kept
             self.lengths[row] = start + len(path)
         self.nodes = 0
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from heads.base import Head, HeadConfig, Lender, Tree, head_class
 from heads.files import write_atomically
+from heads.fingerprint import check_target_of, describe_target
 from heads.hub import find_head
 from heads.memory import give_back
 from heads.packing import pack_linears
@@ -68,7 +69,7 @@ def save_head(
         "format": FORMAT,
         "type": head.kind,
         "config": asdict(head.config),
-        "target": {"name": target.name, "fingerprint": target.fingerprint},
+        "target": describe_target(target),
         **asdict(notes or HeadNotes()),
     }
     text = json.dumps(config, indent=2) + "\n"  # before anything is replaced: notes may not be JSON
@@ -151,7 +152,7 @@ def load_head(
         head_config = kind.Config(**_read_fields(kind.Config, config["config"]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} does not describe a {config['type']} head: {error}") from error
-    _check_target(folder, config["target"], head_config.hidden_size, head_config.vocab_size, target, check_target)
+    check_target_of(folder, config["target"], head_config.hidden_size, head_config.vocab_size, target, check_target)
     state = _read_weights(folder)
     try:
         head = kind(head_config, target)
@@ -265,23 +266,6 @@ def _is_tree(tree: object) -> bool:
     if isinstance(tree, list):
         return all(isinstance(path, list) and all(isinstance(rank, int) for rank in path) for path in tree)
     return tree is None
-
-
-def _check_target(
-    folder: Path, trained: Mapping[str, str], hidden_size: int, vocab_size: int, target: Lender, check_target: bool
-) -> None:
-    vocab, hidden = target.lm_head.get_parameter("weight").shape
-    if (hidden_size, vocab_size) != (hidden, vocab):
-        raise ValueError(
-            f"head {folder} was trained for {trained['name']} (hidden size {hidden_size}, vocabulary {vocab_size}), "
-            f"but the target {target.name} has {hidden} and {vocab}; load the head with its own target"
-        )
-    if check_target and trained["fingerprint"] != target.fingerprint:
-        raise ValueError(
-            f"head {folder} was trained for {trained['name']} (fingerprint {trained['fingerprint']}), but the target "
-            f"{target.name} has other weights (fingerprint {target.fingerprint}); load the head with its own target, "
-            "or, for the same weights in another precision, pass check_target=False"
-        )
 
 
 def differences(head: Head, state: Mapping[str, torch.Tensor]) -> str:

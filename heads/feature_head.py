@@ -37,6 +37,9 @@ class FeatureHeadConfig(LayerConfig):
     """Weights of the losses over tokens; see `heads.objectives`."""
     chunk_size: int = 256
     """Label positions whose [K, U] logits are in memory at one time."""
+    activation_checkpointing: bool = False
+    """Compute each step of the layer again in the backward pass, instead of keeping all that it made: less memory, more
+    time, the same numbers."""
 
     def __post_init__(self) -> None:
         """Reject sizes and losses that make no head."""
@@ -99,7 +102,13 @@ class FeatureHead(Head):
         chains = find_chains(labels, *batch.token_ids.shape)
         features = self.fuse(self.perturb(batch.hidden), batch.features)
         outputs = unroll(
-            self.layer, self.layer_input, self.embedded(batch.token_ids), features, chains, depth
+            self.layer,
+            self.layer_input,
+            self.embedded(batch.token_ids),
+            features,
+            chains,
+            depth,
+            checkpointing=self.config.activation_checkpointing,
         )  # [B, Q, K, D]
         rows = labels.rows[:, None]
         states = outputs[rows, chains.numbers[rows, labels.sources()], torch.arange(depth, device=rows.device)]

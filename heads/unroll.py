@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from heads.labels import Labels
 from heads.layers import DecoderLayer, attend
 
 LayerInput = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Token embeddings and features, [..., D] each, to what attention reads [..., input] and the residual [..., D]."""
+Step = tuple[Tensor, Tensor, Tensor]
+"""Outputs [B, Q, D], keys and values of one pass of the layer."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,14 @@ def find_chains(labels: Labels, rows: int, length: int) -> Chains:
 
 
 def unroll(
-    layer: DecoderLayer, layer_input: LayerInput, embedded: Tensor, features: Tensor, chains: Chains, depth: int
+    layer: DecoderLayer,
+    layer_input: LayerInput,
+    embedded: Tensor,
+    features: Tensor,
+    chains: Chains,
+    depth: int,
+    *,
+    checkpointing: bool = False,
 ) -> Tensor:
     """Draft `depth` tokens at every chain, along the text's own tokens.
 
@@ -59,29 +69,60 @@ def unroll(
         features: [B, T, D] the target's features.
         chains: Where to draft.
         depth: K.
+        checkpointing: Keep each step's results only, and compute the step again in the backward pass.
 
     Returns:
         [B, Q, K, D] the layer's outputs.
     """
-    attention = layer.self_attn
-    size = embedded.shape[1] - 1
-    inputs, residuals = layer_input(embedded[:, 1:], features[:, :-1])
-    slots = torch.arange(size, device=embedded.device)
-    keys, values = attention.keys_values(inputs, slots.expand(len(embedded), -1))
-    visible = slots <= chains.positions[..., None]  # [B, Q, T - 1]
-    queries = attention.queries(_at(inputs, chains.positions), chains.positions)
-    outputs = [layer.finish(_at(residuals, chains.positions), attend(queries, keys, values, visible))]
-    itself = torch.eye(chains.positions.shape[1], dtype=torch.bool, device=embedded.device)
-    for step in range(1, depth):
-        token = _at(embedded, (chains.positions + 1 + step).clamp(max=size))
-        inputs, residuals = layer_input(token, outputs[-1])
-        # slots of the text, then of each step's token of every chain, of which a chain sees its own
-        new_keys, new_values = attention.keys_values(inputs, chains.positions + step)
-        keys, values = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
-        visible = torch.cat([visible, itself.expand(len(embedded), -1, -1)], dim=2)
-        queries = attention.queries(inputs, chains.positions + step)
-        outputs.append(layer.finish(residuals, attend(queries, keys, values, visible)))
-    return torch.stack(outputs, dim=2)
+    steps = _Steps(layer, layer_input, chains)
+
+    def run(step: Callable[..., Step], *given: Tensor) -> Step:
+        if not checkpointing:
+            return step(*given)
+        found: Step = checkpoint(step, *given, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
+        return found
+
+    made = [run(steps.first, embedded, features)]
+    while len(made) < depth:
+        seen = [part for _, keys, values in made for part in (keys, values)]
+        made.append(run(steps.next, embedded, made[-1][0], *seen))
+    return torch.stack([output for output, _, _ in made], dim=2)
+
+
+class _Steps:
+    """The layer's passes, each from what it reads to its outputs [B, Q, D] and its keys and values [B, H, …, E]."""
+
+    def __init__(self, layer: DecoderLayer, layer_input: LayerInput, chains: Chains) -> None:
+        self._layer, self._layer_input, self._positions = layer, layer_input, chains.positions
+
+    def first(self, embedded: Tensor, features: Tensor) -> Step:
+        """Read the text, and draft from the target's features."""
+        attention, positions = self._layer.self_attn, self._positions
+        inputs, residuals = self._layer_input(embedded[:, 1:], features[:, :-1])
+        slots = torch.arange(embedded.shape[1] - 1, device=embedded.device)
+        keys, values = attention.keys_values(inputs, slots.expand(len(embedded), -1))
+        queries = attention.queries(_at(inputs, positions), positions)
+        attended = attend(queries, keys, values, self._visible(embedded, 0))
+        return self._layer.finish(_at(residuals, positions), attended), keys, values
+
+    def next(self, embedded: Tensor, feature: Tensor, *seen: Tensor) -> Step:
+        """Draft from the outputs [B, Q, D] of the step before; `seen` are keys and values of all steps so far."""
+        step = len(seen) // 2
+        attention, positions = self._layer.self_attn, self._positions + step
+        token = _at(embedded, (positions + 1).clamp(max=embedded.shape[1] - 1))
+        inputs, residuals = self._layer_input(token, feature)
+        new_keys, new_values = attention.keys_values(inputs, positions)
+        keys, values = torch.cat([*seen[::2], new_keys], dim=2), torch.cat([*seen[1::2], new_values], dim=2)
+        queries = attention.queries(inputs, positions)
+        attended = attend(queries, keys, values, self._visible(embedded, step))
+        return self._layer.finish(residuals, attended), new_keys, new_values
+
+    def _visible(self, embedded: Tensor, step: int) -> Tensor:
+        """[B, Q, slots]: slots of the text, then of each step's token of every chain, of which a chain sees its own."""
+        slots = torch.arange(embedded.shape[1] - 1, device=embedded.device)
+        text = slots <= self._positions[..., None]
+        itself = torch.eye(self._positions.shape[1], dtype=torch.bool, device=embedded.device)
+        return torch.cat([text, *[itself.expand(len(embedded), -1, -1)] * step], dim=2)
 
 
 def _at(x: Tensor, positions: Tensor) -> Tensor:

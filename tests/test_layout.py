@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["heads", "decode", "data", "train"]  # each imports only what stands to its left, and itself
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-LAZY = {"datasets", "wandb", "deepspeed", "gguf"}
+LAZY = {"datasets", "wandb", "deepspeed", "gguf", "torchao", "bitsandbytes"}
 
 
 def imports(path: Path) -> Iterator[tuple[str, str | None, bool]]:

@@ -42,6 +42,7 @@ class AdaptedTarget:
     fingerprint: str
     embed: nn.Module
     lm_head: nn.Module
+    quantize: str | None = None
 
     @classmethod
     def of(cls, target: Lender, weights: Mapping[str, Tensor]) -> AdaptedTarget:
@@ -51,7 +52,7 @@ class AdaptedTarget:
             digest.update(name.encode() + weights[name].detach().float().cpu().contiguous().numpy().tobytes())
         # where the target is looked for by this name, or a head is refused, the way out is in the message
         name = f"{target.name} with its adapter (`python -m train.merge HEAD OUT` writes both as one model)"
-        return cls(name, digest.hexdigest()[:16], target.embed, target.lm_head)
+        return cls(name, digest.hexdigest()[:16], target.embed, target.lm_head, target.quantize)
 
 
 class Adapter:

@@ -22,7 +22,8 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from heads.base import HeadConfig
-from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, flatten, naming, require
+from train.config import SECTIONS, ConfigError, RunConfig, TargetConfig, naming, require
+from train.config_file import flatten
 
 PLAN, THROUGHPUT = "--plan", "--throughput"
 """On the command line: print what the run takes, or how fast its steps are, and make none. Not keys of a config."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from decode.limits import check_temperature
 
 
@@ -54,6 +52,22 @@ class TargetConfig:
     """Name on the hub, or a folder."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Number format of the target's weights, and of the states it hands to the head."""
+    quantize: Literal["8bit", "4bit"] | None = None
+    """Round the weights of its linear layers while it is loaded; embedding and lm_head stay as target.dtype says."""
+    device_map: Literal["auto", "balanced", "sequential"] | None = None
+    """Spread its layers over all GPUs, as accelerate does it; for a run of one process."""
+    shard: bool = False
+    """Spread its layers over the processes of the run, which gather each for its pass; the head is whole in all."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.shard or (self.quantize is None and self.device_map is None),
+            "target.shard spreads layers as they are stored; leave target.quantize and target.device_map out, or it",
+        )
+        require(
+            self.quantize is None or self.dtype != "float64",
+            f"target.quantize={self.quantize} computes in float32, bfloat16 or float16, not in target.dtype=float64",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,58 +255,3 @@ SECTIONS: Mapping[str, type] = {
     "run": RunPlan,
     "eval": EvalConfig,
 }
-MAY_CHANGE = frozenset(
-    {
-        *("optim.steps", "optim.epochs", "data.feature_memory", "data.feature_dir"),
-        *("run.eval_every", "run.save_every", "run.log_every", "run.keep", "run.tracker"),
-    }
-)
-"""Keys that a run may be continued with another value of."""
-
-
-def flat(config: RunConfig) -> dict[str, object]:
-    """Return the config as `section.key` -> value, in plain YAML types."""
-    items: dict[str, object] = {}
-    for name, value in dataclasses.asdict(config).items():
-        pairs = value.items() if isinstance(value, Mapping) else [(None, value)]
-        items.update({name if key is None else f"{name}.{key}": _yaml_type(item) for key, item in pairs})
-    return {"head.type" if key == "head_type" else key: value for key, value in items.items()}
-
-
-def to_yaml(config: RunConfig) -> str:
-    """Return the whole config, defaults included, as YAML that `--config` reads back."""
-    nested: dict[str, Any] = {}
-    for key, value in flat(config).items():
-        section, _, name = key.rpartition(".")
-        if section:
-            nested.setdefault(section, {})[name] = value
-        else:
-            nested[name] = value
-    return str(yaml.safe_dump(nested, sort_keys=False))
-
-
-def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Return a line for each key whose change would make a continued run differ from an uninterrupted one."""
-    return [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if key not in MAY_CHANGE and old.get(key) != new.get(key)
-    ]
-
-
-def read_flat(path: Path) -> dict[str, object]:
-    """Read back a file that holds `to_yaml`'s text, as `section.key` -> value."""
-    return dict(flatten(yaml.safe_load(path.read_text())))
-
-
-def flatten(content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield `section.key` and value of a nested mapping as read from YAML."""
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{key}", item) for key, item in value.items())
-        else:
-            yield str(name), value
-
-
-def _yaml_type(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

@@ -44,7 +44,10 @@ class Decoded:
 
 
 class Evaluation:
-    """Decodes the prompts of `sets`, token ids, with a head in training; each process takes its share of them."""
+    """Decodes the prompts of `sets`, token ids, with a head in training.
+
+    Each process takes its share of them; but all decode all, in lock-step, where the target is spread over them.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class Evaluation:
         self._accelerator = accelerator
         self._target, self._head = target, head
         prompts = enumerate((name, prompt) for name, prompts in sets.items() for prompt in prompts)
-        self._prompts = list(prompts)[accelerator.process_index :: accelerator.num_processes]
+        share = slice(None) if target.sharded else slice(accelerator.process_index, None, accelerator.num_processes)
+        self._prompts = list(prompts)[share]
         self._max_new_tokens = config.max_new_tokens
         self._plain: dict[tuple[int, float], list[int]] = {}
         tree = draft_tree(head, config.tree)
@@ -92,12 +96,17 @@ class Evaluation:
                 plain = self._plain.setdefault((number, temperature), outputs["plain", temperature].token_ids)
                 same = output.token_ids == plain
                 decoded.append(Decoded(number, name, method, temperature, output.stats, same))
-            if give_up():
+            if self._anyone(give_up()) if self._target.sharded else give_up():
                 break
-        given_up = torch.tensor(float(give_up()), device=self._accelerator.device)
-        if self._accelerator.reduce(given_up, "sum").item() > 0:
+        if self._anyone(give_up()):
             return None
-        return summarise(gather_object(decoded))
+        # where all have decoded all, the first says it for the others
+        return summarise(gather_object([] if self._target.sharded and hide else decoded))
+
+    def _anyone(self, said: bool) -> bool:
+        """Return whether any process said so."""
+        flag = torch.tensor(float(said), device=self._accelerator.device)
+        return bool(self._accelerator.reduce(flag, "sum").item() > 0)
 
     def _decode(self, way: Way, number: int, prompt: list[int], max_new_tokens: int) -> Generation:
         method, temperature = way

@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from heads.files import write_atomically
 from train.checkpoints import Progress, writing_run
-from train.config import ConfigError, RunConfig, flat
+from train.config import ConfigError, RunConfig
+from train.config_file import flat
 from train.picture import draw_curves
 
 CURVES = "curves.png"

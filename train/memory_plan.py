@@ -17,6 +17,7 @@ from data.batches import BatchPlan
 from data.conversations import Encoded
 from data.features import bytes_per_token, compute_states, size_text
 from decode import Target
+from decode.quantized import is_rounded, predicted_bytes, weight_bytes
 from heads.base import Head
 from heads.memory import give_back
 from train.config import RunConfig
@@ -133,12 +134,14 @@ def target_pass_bytes(target: Target, samples: Sequence[Encoded], feature_layers
     return counted.peak
 
 
-def target_bytes(target: Target, dtype: torch.dtype) -> int:
-    """Return the bytes of the target's weights in a number format."""
-    count = sum(parameter.numel() for parameter in target.model.parameters())
-    if target.packed and target.packed.has_products and dtype == torch.float32:
-        count += target.lm_head.get_parameter("weight").numel()  # packed and plain: heads read it
-    return count * dtype.itemsize
+def target_bytes(target: Target, dtype: torch.dtype, quantize: str | None) -> int:
+    """Return the bytes of the target's weights in a number format, rounded or not."""
+    if is_rounded(target.model):
+        return weight_bytes(target.model)
+    count = predicted_bytes(target.model, quantize, dtype)
+    if quantize is None and target.packed and target.packed.has_products and dtype == torch.float32:
+        count += target.lm_head.get_parameter("weight").nbytes  # packed and plain: heads read it
+    return count
 
 
 def head_parts(work: Work, *, on_cpu: bool) -> dict[str, int]:
@@ -193,8 +196,9 @@ def plan_memory(work: Work, local: int, held: tuple[int, int] | None = None) -> 
     on_cpu = work.target.device.type != "cuda"
     parts = head_parts(work, on_cpu=on_cpu)
     held = held_bytes(work.target) if held is None else held  # with the code that counting has loaded
-    now = target_bytes(work.target, work.target.dtype)
-    weights = {"target": target_bytes(work.target, work.dtype), "head": sum(p.nbytes for p in work.head.parameters())}
+    now = target_bytes(work.target, work.target.dtype, work.target.quantize)
+    wanted = target_bytes(work.target, work.dtype, work.config.target.quantize)
+    weights = {"target": wanted, "head": sum(p.nbytes for p in work.head.parameters())}
     kept = {"kept states": work.kept[0]}
     free = free_memory()
     share = None if free is None else free // local

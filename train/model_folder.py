@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from decode import Target
+from heads.fingerprint import describe_target
 from train.checkpoints import sync_folder
 
 NOTES = "gorgon.json"
@@ -68,7 +69,7 @@ def save_model(model: PreTrainedModel, target: Target, path: Path, notes: Mappin
             model.save_pretrained(new)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(new)
-        record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, **notes}
+        record = {"target": describe_target(target), **notes}
         (new / NOTES).write_text(json.dumps(record, indent=2) + "\n")
         share_weights(new, like=new / NOTES)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from data.conversations import Encoded
 from data.feature_files import FeatureFolder, is_taken, open_folder
@@ -23,6 +23,7 @@ from data.feature_plan import contents_for
 from data.features import bytes_per_token, size_text
 from decode import Target
 from decode.loading import find_dtype
+from decode.quantized import LIBRARIES, can_round, linear_layers, predicted_bytes
 from heads.base import Head
 from train.config import ADAPTING, ConfigError, RunConfig
 from train.imagined import UnpredictableError
@@ -118,22 +119,30 @@ def check_loading(config: RunConfig, accelerator: Accelerator) -> None:
     free = None if memory is None else memory // _local_processes(accelerator)
     if on_gpu:
         free = free_on_device(accelerator.device)
-    count = None if free is None else count_weights(name)
-    if free is None or count is None:
+    spread = config.target.device_map is not None or config.target.shard
+    empty = None if free is None or spread else without_weights(name)
+    if free is None or empty is None:
         return
     packs = not on_gpu and config.head_type not in ADAPTING and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    needed = loading_bytes(count, dtype, packs=packs)
+    rounding = config.target.quantize
+    needed = loading_bytes(empty, dtype, rounding, packs=packs)
     if needed > free:
-        fits = loading_bytes(count, "bfloat16", packs=packs) <= free
-        way_out = "--target.dtype=bfloat16 would fit; or take" if fits else "take"
+        ways: dict[str, tuple[str, str | None]] = {"--target.dtype=bfloat16": ("bfloat16", rounding)}
+        known = [name for name in LIBRARIES if can_round(linear_layers(empty, name), name, accelerator.device)]
+        ways |= {f"--target.quantize={name}": (dtype, name) for name in known}
+        ways |= {f"--target.dtype=bfloat16 --target.quantize={name}": ("bfloat16", name) for name in known}
+        fits = [way for way, settings in ways.items() if loading_bytes(empty, *settings, packs=packs) <= free]
+        way_out = f"{fits[0]} would fit; or take" if fits else "take"
+        count = sum(parameter.numel() for parameter in empty.parameters())
+        kind = dtype if rounding is None else f"{dtype} and {rounding}"
         raise ConfigError(
-            f"target.name={name} has {count:,} weights, which take {size_text(needed)} in {dtype} while they are "
+            f"target.name={name} has {count:,} weights, which take {size_text(needed)} in {kind} while they are "
             f"loaded; {size_text(free)} of {'GPU ' if on_gpu else ''}memory are there: {way_out} a smaller target"
         )
 
 
-def count_weights(name: str) -> int | None:
-    """Return how many weights a model has, without loading it; None where that cannot be said.
+def without_weights(name: str) -> PreTrainedModel | None:
+    """Return a model without its weights, to count them; None where that cannot be done.
 
     Loading says better what is wrong with a model than this could, and loads some that cannot be counted: quantised
     ones are smaller, and a model's own code may compute with weights that have no numbers here.
@@ -144,16 +153,16 @@ def count_weights(name: str) -> int | None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except Exception:  # of that code, of the hub, of a file: any
         return None
-    quantised = getattr(config, "quantization_config", None) is not None
-    return None if quantised else sum(parameter.numel() for parameter in model.parameters())
+    quantized = getattr(config, "quantization_config", None) is not None
+    return None if quantized else model
 
 
-def loading_bytes(count: int, dtype: str, *, packs: bool) -> int:
-    """Return what `count` weights take while they are loaded; float32 ones that are packed are there twice."""
-    copies = 2 if packs and dtype == "float32" else 1
+def loading_bytes(empty: PreTrainedModel, dtype: str, quantize: str | None, *, packs: bool) -> int:
+    """Return what the weights of a model take while they are loaded; float32 ones that are packed are there twice."""
+    copies = 2 if packs and dtype == "float32" and quantize is None else 1
     format_ = find_dtype(dtype)
     assert isinstance(format_, torch.dtype)
-    return count * format_.itemsize * copies
+    return predicted_bytes(empty, quantize, format_) * copies
 
 
 def _local_processes(accelerator: Accelerator) -> int:
@@ -222,7 +231,10 @@ def _unpredictable(accelerator: Accelerator, config: RunConfig) -> str | None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         return f"{kind.value} spreads or offloads a part of it"
-    return "they train layers inside the target" if config.head_type in ADAPTING else None
+    if config.head_type in ADAPTING:
+        return "they train layers inside the target"
+    spread = config.target.device_map is not None or config.target.shard
+    return "the target is spread over several devices or processes" if spread else None
 
 
 def _disk(work: Work, features: int) -> list[Disk]:

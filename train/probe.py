@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 
 from data.batches import BatchPlan
-from data.features import OnlineFeatures
 from train.distributed import clip, prepare
+from train.frozen import features_in_memory
 from train.loop import accumulate_gradients, make_optimizer, schedule_factor
 from train.pace import MEASURED, WARM_UP, Pace
 from train.plan import Plan
@@ -18,8 +18,7 @@ from train.plan import Plan
 def probe(accelerator: Accelerator, plan: Plan, say: Callable[[str], None]) -> None:
     """Make the first steps of a run, and say how long all take. The head is not what it was; nothing is written."""
     work, config = plan.work, plan.work.config
-    memory = int(config.data.feature_memory * 2**30)
-    source = OnlineFeatures(work.target, work.samples, memory, work.head.feature_layers)
+    source = features_in_memory(accelerator, config, work.target, work.samples, work.head.feature_layers)
     optimizer = make_optimizer(work.head, config.optim)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(config.optim, work.steps.stop))
     head, prepared, _ = prepare(accelerator, work.head, optimizer, scheduler)

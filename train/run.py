@@ -19,18 +19,17 @@ from accelerate.utils import set_seed
 
 from data.batches import BatchPlan
 from data.conversations import Encoded
-from data.feature_plan import contents_for, prepare_folder
-from data.features import Features, OnlineFeatures
-from data.stored_features import StoredFeatures
 from data.vocabulary import SupervisedTokens
 from decode import Target, UnsupportedTargetError
 from heads.base import Head, HeadConfig
 from heads.checkpoint import HeadNotes, save_head
 from train.checkpoints import Checkpoints, Progress, writing_run
 from train.command_line import PLAN, THROUGHPUT, load_config
-from train.config import ADAPTING, ConfigError, OptimConfig, RunConfig, flat, naming, require
+from train.config import ConfigError, OptimConfig, RunConfig, naming, require
+from train.config_file import flat
 from train.distributed import WholeHead, prepare, start_accelerator
 from train.drift import make_evaluation
+from train.frozen import find_features, load_target
 from train.inputs import Inputs, load_inputs
 from train.journal import Journal, check_tracker
 from train.loop import Trainer, make_optimizer, schedule_factor
@@ -78,8 +77,7 @@ def train(
         journal = Journal(accelerator, config.run.folder / "metrics.jsonl")
         with naming(f"target.name={config.target.name}", "name a folder or a model of the hub"):
             check_loading(config, accelerator)
-            pack, dtype = config.head_type not in ADAPTING, config.target.dtype
-            target = Target.from_pretrained(config.target.name, dtype=dtype, device=accelerator.device, pack=pack)
+            target = load_target(config, accelerator)
         inputs = load_inputs(config, target)
         journal.say(inputs.describe())
         progress = _progress(checkpoints, inputs.hash(target))
@@ -175,7 +173,7 @@ def _fit(
         journal.say(f"continuing at step {progress.step} from {newest}")
     decoded = whole.head
     evaluate = make_evaluation(accelerator, target, decoded, inputs.prompts, config.eval) if inputs.prompts else None
-    source = _features(accelerator, config, target, head.feature_layers, inputs, journal)
+    source = find_features(accelerator, config, target, head.feature_layers, inputs, journal.say)
     journal.say(source.describe())
     parameters = sum(parameter.numel() for parameter in whole.head.parameters())
     journal.say(f"head: {head.kind}, {parameters:,} trained parameters; {total_steps} steps of {optim.batch_size}")
@@ -225,32 +223,10 @@ def _optimizer(
 def _training_notes(config: RunConfig, target: Target, head: Head, inputs: Inputs) -> dict[str, object]:
     """Return what a head folder records of the run that made it."""
     kept = {key: value for key, value in flat(config).items() if key.partition(".")[0] in ("data", "optim")}
-    notes = {**kept, "precision": config.precision, "seed": config.run.seed}
+    notes = {**kept, "precision": config.precision, "target.precision": target.precision, "seed": config.run.seed}
     if config.run.init is not None:
         notes["init"] = config.run.init
     if head.vocabulary is not None:
         measured = SupervisedTokens(inputs.samples, target.vocab_size).measure(head.vocabulary.cpu())
         notes["vocabulary"] = measured.notes()
     return notes
-
-
-def _features(
-    accelerator: Accelerator,
-    config: RunConfig,
-    target: Target,
-    feature_layers: Sequence[int],
-    inputs: Inputs,
-    journal: Journal,
-) -> Features:
-    """Return where the features come from; with a folder, after all processes have filled it together."""
-    samples, path = inputs.samples, config.data.feature_dir
-    if path is None:
-        return OnlineFeatures(target, samples, int(config.data.feature_memory * 2**30), feature_layers)
-    wanted = contents_for(target, samples, feature_layers, inputs=inputs.hash(target), dtype=config.data.feature_dtype)
-    if accelerator.is_main_process:
-        prepare_folder(target, samples, path, wanted, processes=accelerator.num_processes, say=journal.say)
-    accelerator.wait_for_everyone()
-    source = StoredFeatures(target, samples, path, wanted)
-    source.fill(accelerator.process_index, accelerator.num_processes, hide=not accelerator.is_main_process)
-    accelerator.wait_for_everyone()
-    return source

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 
 from heads.files import write_atomically
 from train.checkpoints import Checkpoints
-from train.config import ConfigError, RunConfig, differences, flat, read_flat, to_yaml
+from train.config import ConfigError, RunConfig
+from train.config_file import differences, flat, read_flat, to_yaml
 from train.model_folder import recover
 
 CONFIG = "run.yaml"

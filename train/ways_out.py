@@ -9,6 +9,7 @@ from typing import Any
 from data.conversations import Encoded
 from data.features import size_text
 from decode.loading import DTYPES
+from decode.quantized import FORMATS, LIBRARIES, can_round, is_rounded, linear_layers
 from heads.base import Head
 from train.config import RunConfig
 from train.imagined import UnpredictableError
@@ -77,6 +78,8 @@ def changes(work: Work, memory: Sequence[Memory]) -> Iterator[tuple[str, list[An
     accumulation += [n for n in range(accumulation[0] + 1, pieces + 1) if pieces % n == 0]
     if accumulation[1:]:
         yield "optim.accumulation", accumulation[1:]
+    if config.head.get("activation_checkpointing") is False:
+        yield "head.activation_checkpointing", [True]
     vocabulary = config.head.get("draft_vocab_size") or work.target.vocab_size
     starts = {
         "head.chunk_size": config.head.get("chunk_size", 0),
@@ -92,6 +95,9 @@ def changes(work: Work, memory: Sequence[Memory]) -> Iterator[tuple[str, list[An
             yield key, values
     if work.dtype.itemsize > 2:
         yield "target.dtype", ["bfloat16"]
+    if not is_rounded(work.target.model) and work.dtype in FORMATS:
+        layers = {name: linear_layers(work.target.model, name) for name in LIBRARIES}
+        yield "target.quantize", [name for name in layers if can_round(layers[name], name, work.target.device)]
 
 
 def changed(work: Work, key: str, value: Any, build: Build) -> Work:
@@ -106,6 +112,9 @@ def changed(work: Work, key: str, value: Any, build: Build) -> Work:
         dtype = next(dtype for dtype in DTYPES if str(dtype).endswith(value))
         share = dtype.itemsize / work.dtype.itemsize
         return replace(work, config=config, dtype=dtype, target_pass=int(work.target_pass * share))
+    if key == "target.quantize":  # a layer is multiplied by in the states' number format
+        layer = max(part.get_parameter("weight").numel() for part in linear_layers(work.target.model, value))
+        return replace(work, config=config, target_pass=work.target_pass + layer * work.dtype.itemsize)
     if key == "data.max_length":
         longest = max(len(sample.token_ids) for sample in work.samples)
         samples = [Encoded(sample.token_ids[:value], sample.loss_mask[:value]) for sample in work.samples]

@@ -49,6 +49,7 @@ class TargetFiles:
             ValueError: If there is no such model, or it has no weights in safetensors.
         """
         self.name = str(folder)
+        self.quantize: str | None = None
         self.folder = find_model(folder)
         self.config: Mapping[str, Any] = read_config(self.folder)
         self._files = dict(self._names())

@@ -45,6 +45,7 @@ class RecordedTarget:
         config = read_config(folder)
         self.name: str = config["target"]["name"]
         self.fingerprint: str = config["target"]["fingerprint"]
+        self.quantize: str | None = config["target"].get("quantize")
         self._sizes: Mapping[str, int] = config["config"]  # `load_head` has checked them when it asks for weights
 
     def _zeros(self) -> nn.Parameter:

@@ -125,7 +125,7 @@ def test_a_full_disk_is_an_error_with_the_way_out(folder: FeatureFolder, monkeyp
     [
         ({"fingerprint": "f01", "inputs": "other"}, r"\n  target: tiny \(fingerprint f00\) -> tiny \(f01\)\nChoose"),
         ({"inputs": "abd"}, r"\n  conversations: abc -> abd: data\.source"),
-        ({"target_dtype": "float32"}, r"\n  target\.dtype: float64 -> float32\nChoose"),
+        ({"target_dtype": "float32"}, r"\n  target\.dtype, target\.quantize: float64 -> float32\nChoose"),
         ({"dtype": "bfloat16"}, r"data\.feature_dtype\): float32 -> bfloat16\nChoose"),
         ({"layers": (1, 3)}, r"\n  layers: has \[1, 2\], the head reads \[1, 3\]\nChoose .*delete the folder"),
     ],

@@ -152,15 +152,15 @@ def test_a_head_drafts_on_it_as_on_one_that_keeps_them(load, tmp_path, name, kin
 
 def test_what_was_given_up_goes_back_to_the_system(load, tmp_path, monkeypatch):
     calls = []
-    for module in ("decode.target", "heads.checkpoint"):
+    for module in ("decode.fused", "heads.checkpoint"):
         monkeypatch.setattr(f"{module}.give_back", lambda module=module: calls.append(module))
     target = load("llama-tied")
-    assert calls == ["decode.target"]
+    assert calls == ["decode.fused"]
     save_head(new_head("medusa", target), tmp_path / "head", target=target)
     for keep in (False, True):
         load_head(tmp_path / "head", target, keep_weights=keep)
     load("llama-tied", keep_weights=True)
-    assert calls == ["decode.target", "heads.checkpoint"]
+    assert calls == ["decode.fused", "heads.checkpoint"]
 
 
 @pytest.mark.parametrize("kind", HEADS)

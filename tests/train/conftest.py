@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from train.medusa import main
 
 SCRIPT = Path(__file__).parents[2] / "train" / "medusa.py"
+FORKED, ROOT = Path(__file__).with_name("forked.py"), SCRIPT.parents[1]
+HEADS = {"medusa": ("--head.num_heads=2",), "eagle": ("--head.type=eagle3", "--head.feature_layers=[1]")}
+STEPS = ("--optim.schedule=constant", "--optim.accumulation=2", "--run.save_every=3")
 SENTENCES = ["the cat sat on the mat", "one two three four", "the mat sat on the cat", "four three two one two"]
 
 
@@ -126,3 +130,39 @@ def read_metrics() -> Callable[[Path], list[dict[str, float]]]:
         return [{key: line[key] for key in line if not re.search(r"tokens_per_second$|speedup", key)} for line in lines]
 
     return read
+
+
+@pytest.fixture
+def run_all(tmp_path: Path, config_file: Path) -> Callable[[Sequence[dict[str, Any]]], list[list[list[int]]]]:
+    """Run jobs in one process that forks, and return the exit codes of all their starts."""
+    config_file.write_text(re.sub(r"^  num_heads: 2\n", "", config_file.read_text(), flags=re.M))
+
+    def run_all(jobs: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
+        path = tmp_path / "jobs.json"
+        path.write_text(json.dumps(jobs))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(FORKED), str(path)]
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return [json.loads(codes) for codes in re.findall(r"^JOB (.*)$", done.stdout, flags=re.M)]
+
+    return run_all
+
+
+@pytest.fixture
+def job(tmp_path: Path, config_file: Path) -> Callable[..., dict[str, Any]]:
+    """Describe one start of a trainer on the tiny target."""
+
+    def job(name: str, trainer: str, *arguments: str, launch: str | None = None, **settings: Any) -> dict[str, Any]:
+        words = ["--config", str(config_file), f"--run.name={name}", *HEADS[trainer], *STEPS, *arguments]
+        processes = 1 if launch is None else 2
+        folder = str(tmp_path / "runs" / name)
+        return {"trainer": trainer, "arguments": words, "folder": folder} | {
+            "launch": launch,
+            "processes": processes,
+            **settings,
+        }
+
+    return job

@@ -9,7 +9,8 @@ import yaml
 from heads.hydra import HydraConfig
 from heads.medusa import MedusaConfig
 from train.command_line import load_config
-from train.config import ConfigError, OptimConfig, RunConfig, RunPlan, differences, flat, read_flat, to_yaml
+from train.config import ConfigError, OptimConfig, RunConfig, RunPlan
+from train.config_file import differences, flat, read_flat, to_yaml
 from train.draft_model import main as train_draft_model
 from train.eagle import main as train_eagle
 from train.medusa import main as train_medusa

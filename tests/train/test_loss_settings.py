@@ -11,7 +11,8 @@ import yaml
 from heads import create_head, load_head, save_head
 from heads.medusa import MedusaConfig
 from train.command_line import load_config
-from train.config import ConfigError, RunConfig, differences, flat, read_flat, to_yaml
+from train.config import ConfigError, RunConfig
+from train.config_file import differences, flat, read_flat, to_yaml
 from train.draft_model import DraftModelConfig
 from train.medusa import HEADS
 

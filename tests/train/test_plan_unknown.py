@@ -72,7 +72,7 @@ def test_heads_with_an_adapter_have_a_plan_without_memory(launch: Launch, capsys
 
 @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
 def test_a_launch_that_spreads_a_step_is_not_predicted(kind: DistributedType):
-    config = SimpleNamespace(head_type="medusa")
+    config = SimpleNamespace(head_type="medusa", target=SimpleNamespace(device_map=None, shard=False))
     assert f"{kind.value} spreads" in plan._unpredictable(SimpleNamespace(distributed_type=kind), config)
     assert plan._unpredictable(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU), config) is None
 
@@ -166,12 +166,12 @@ def test_a_target_that_is_not_packed_is_loaded_once(launch: Launch, monkeypatch:
     ],
 )
 def test_weights_are_counted_only_of_models_that_are_plain(tmp_path: Path, target_folder: Path, changes: dict):
-    assert plan.count_weights(str(target_folder)) == WEIGHTS
+    assert sum(part.numel() for part in plan.without_weights(str(target_folder)).parameters()) == WEIGHTS
     config = json.loads((target_folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     (tmp_path / "own.py").write_text("raise SystemError('run without being asked')")
-    assert plan.count_weights(str(tmp_path)) is None
-    assert plan.count_weights(str(tmp_path / "missing")) is None
+    assert plan.without_weights(str(tmp_path)) is None
+    assert plan.without_weights(str(tmp_path / "missing")) is None
 
 
 def test_a_target_that_is_not_there_is_refused_as_before(launch: Launch, tmp_path: Path):

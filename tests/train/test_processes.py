@@ -1,14 +1,8 @@
 """Runs on several processes and runs that are killed: every kind of launch makes the steps of one process."""
 
-import json
-import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,52 +11,13 @@ from safetensors.torch import load_file
 from decode import Drafting, Target, generate
 from heads import load_head
 
-FORKED = Path(__file__).with_name("forked.py")
-ROOT = Path(__file__).parents[2]
 Read = Callable[[Path], list[dict[str, float]]]
 Run = Callable[..., Path]
-EAGLE = ("--head.type=eagle3", "--head.feature_layers=[1]")
-HEADS = {"medusa": ("--head.num_heads=2",), "eagle": EAGLE}
+AGAIN = {"medusa": (), "eagle": ("--head.activation_checkpointing=true",)}
+"""What may change when a run goes on."""
 LAUNCHES = ("cpu_2", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-STEPS = ("--optim.schedule=constant", "--optim.accumulation=2", "--run.save_every=3")
 FIRST, ALL = "--optim.steps=3", "--optim.steps=5"
 EVALUATED = ("--eval.num_prompts=2", "--eval.temperatures=[0]", "--eval.max_new_tokens=6")
-
-
-@pytest.fixture
-def run_all(tmp_path: Path, config_file: Path) -> Callable[[Sequence[dict[str, Any]]], list[list[list[int]]]]:
-    """Run jobs in one process that forks, and return the exit codes of all their starts."""
-    config_file.write_text(re.sub(r"^  num_heads: 2\n", "", config_file.read_text(), flags=re.M))
-
-    def run_all(jobs: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
-        path = tmp_path / "jobs.json"
-        path.write_text(json.dumps(jobs))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(FORKED), str(path)]
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
-        return [json.loads(codes) for codes in re.findall(r"^JOB (.*)$", done.stdout, flags=re.M)]
-
-    return run_all
-
-
-@pytest.fixture
-def job(tmp_path: Path, config_file: Path) -> Callable[..., dict[str, Any]]:
-    """Describe one start of a trainer on the tiny target."""
-
-    def job(name: str, trainer: str, *arguments: str, launch: str | None = None, **settings: Any) -> dict[str, Any]:
-        words = ["--config", str(config_file), f"--run.name={name}", *HEADS[trainer], *STEPS, *arguments]
-        processes = 1 if launch is None else 2
-        folder = str(tmp_path / "runs" / name)
-        return {"trainer": trainer, "arguments": words, "folder": folder} | {
-            "launch": launch,
-            "processes": processes,
-            **settings,
-        }
-
-    return job
 
 
 @pytest.mark.long
@@ -114,7 +69,8 @@ def test_two_processes_train_stop_and_continue_as_one_process_and_their_heads_de
     run_all, job, read_metrics: Read, target_folder: Path, trainer: str, launches: Sequence[str]
 ):
     whole = job("whole", trainer, ALL, *EVALUATED)
-    parts = [job(name, trainer, steps, *EVALUATED, launch=name) for name in launches for steps in (FIRST, ALL)]
+    further = (ALL, *AGAIN[trainer])
+    parts = [job(name, trainer, *steps, *EVALUATED, launch=name) for name in launches for steps in ([FIRST], further)]
     codes = run_all([whole, *parts])
     assert codes == [[[0]], *([[[0, 0]]] * len(parts))]
     expected = read_metrics(Path(whole["folder"]))

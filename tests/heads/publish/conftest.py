@@ -197,7 +197,7 @@ def make_head(target, tmp_path):
         for parameter in head.parameters():
             parameter.data += torch.randn_like(parameter) * 0.1
         folder = tmp_path / (name or f"my-{kind}")
-        recorded = SimpleNamespace(name=target_name or target.name, fingerprint=target.fingerprint)
+        recorded = SimpleNamespace(name=target_name or target.name, fingerprint=target.fingerprint, quantize=None)
         save_head(head, folder, target=recorded, notes=notes)
         return folder
 
