@@ -2,6 +2,7 @@
 
 import re
 from datetime import datetime
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,8 @@ def render(
     Raises:
         ValueError: If there is no template or it refuses the messages.
     """
-    template, options = vars(tokenizer).get("chat_template"), {}  # mistral-common's tokenizers have none
+    options: dict[str, Any] = {}
+    template = vars(tokenizer).get("chat_template")  # mistral-common's tokenizers have none
     if isinstance(template, str):
         options["chat_template"] = ASKS_THE_CLOCK.sub(lambda found: repr(TODAY.strftime(found[2])), template)
     try:

@@ -87,7 +87,7 @@ class Recipe:
 
     @property
     def answers(self) -> int:
-        """How many the file says that it wants."""
+        """How many to train on, by the file."""
         (found,) = re.findall(r"^# Budget: ([\d,]+) answers", self.path.read_text(), re.MULTILINE)
         return int(found.replace(",", ""))
 
@@ -97,13 +97,13 @@ class Recipe:
 
     def numbers(self) -> list[str]:
         """Return the lines that must stand at the top of the file."""
-        optim = self.config.optim
+        optim, held_out = self.config.optim, self.config.eval.num_prompts
         tokens = self.steps * optim.batch_size * self.config.data.max_length
         return [
             f"# {self.parameters:,} trained parameters, {self.state_size:,} bytes of states for each token.",
             f"# Weights, gradients and moments: {gib(self.memory)}; activations come on top, --plan prints them.",
-            f"# Budget: {self.answers:,} answers, {optim.epochs:g} epochs: {self.steps:,} steps of "
-            f"{optim.batch_size}, {tokens:,} tokens at most.",
+            f"# Budget: {self.answers:,} answers, {held_out} more held out, {optim.epochs:g} epochs: "
+            f"{self.steps:,} steps of {optim.batch_size}, {tokens:,} tokens at most.",
         ]
 
     def row(self) -> str:
