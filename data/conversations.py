@@ -15,14 +15,12 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Literal
 
-import jinja2
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+from data.templates import Message, answer_span, render
 
-Message = dict[str, str]
-"""`{"role": "system" | "user" | "assistant", "content": text}`."""
+logger = logging.getLogger(__name__)
 
 Turns = Literal["all", "last"]
 """Which assistant turns are supervised."""
@@ -158,61 +156,30 @@ def encode_conversation(
         raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; use the fast tokenizer of this model")
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     messages = conversation.messages[: answers[-1] + 1] if answers else conversation.messages
+    cut = conversation.finish_reason == "length" and conversation.messages[-1]["role"] == "assistant"
     text = render(messages, tokenizer, name=conversation.id)
+    supervised = answers if turns == "all" else answers[-1:]
+    spans = {answer: answer_span(conversation.id, messages, answer, text, tokenizer) for answer in supervised}
+    if cut:
+        start, text_end, _ = spans[answers[-1]]
+        content = messages[-1]["content"]
+        if text[start:text_end].strip() != content.strip():  # Qwen3's puts empty thoughts before those that were cut
+            text = text[:start] + content
+            spans[answers[-1]] = start, len(text), len(text)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     token_ids: list[int] = encoding["input_ids"]
     offsets: list[tuple[int, int]] = encoding["offset_mapping"]
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.add(tokenizer.eos_token_id)
     loss_mask = [False] * len(token_ids)
-    for answer in answers if turns == "all" else answers[-1:]:
-        start, text_end, stop = _spans(conversation.id, messages, answer, text, tokenizer)
+    for answer, (start, text_end, stop) in spans.items():
         # byte-level tokenizers trim spaces off the offsets: a token of spaces is empty and lies at its end
         inside = [index for index, (left, right) in enumerate(offsets) if start <= left and start < right <= stop]
         ends = [index for index in inside if token_ids[index] in special and offsets[index][0] >= text_end]
-        is_cut = conversation.finish_reason == "length" and answer + 1 == len(conversation.messages)
         for index in inside:
-            loss_mask[index] = index <= ends[0] if ends and not is_cut else offsets[index][1] <= text_end
+            has_end = bool(ends) and not (cut and answer == answers[-1])
+            loss_mask[index] = index <= ends[0] if has_end else offsets[index][1] <= text_end
     return Encoded(token_ids[:max_length], loss_mask[:max_length])
-
-
-def _spans(
-    name: str, messages: list[Message], answer: int, text: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, int, int]:
-    """Return where in `text` the turn `messages[answer]` starts, where its content ends and where the turn ends."""
-    before = render(messages[:answer], tokenizer, name=name, generation_prompt=True)
-    after = render(messages[: answer + 1], tokenizer, name=name)
-    if not text.startswith(after):
-        raise ValueError(
-            f"conversation {name!r}: the chat template writes turn {answer + 1} differently once more turns follow, so "
-            "its tokens cannot be supervised; use turns='last' to supervise only the last assistant turn"
-        )
-    if not after.startswith(before):
-        raise ValueError(
-            f"conversation {name!r}: the chat template's generation prompt ({before[-40:]!r}) does not begin turn "
-            f"{answer + 1} of the whole conversation, so it is unknown where the answer starts; use turns='last' if "
-            "the template rewrites earlier turns, else a template whose generation prompt starts an answer"
-        )
-    # the template's own ending is what stays the same when the content ends in another character
-    content = messages[answer]["content"]
-    other = {"role": "assistant", "content": content + ("y" if content.rstrip().endswith("x") else "x")}
-    probe = render([*messages[:answer], other], tokenizer, name=name)
-    ending = next((n for n, (a, b) in enumerate(zip(reversed(after), reversed(probe), strict=False)) if a != b), 0)
-    return len(before), max(len(before), len(after) - ending), len(after)
-
-
-def render(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, name: str, generation_prompt: bool = False
-) -> str:
-    """Return the text of `messages` by the tokenizer's chat template; `name` is the conversation's, for errors.
-
-    Raises:
-        ValueError: If there is no template or it refuses the messages.
-    """
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt))
-    except jinja2.TemplateError as error:
-        raise ValueError(f"conversation {name!r}: the chat template refuses it: {error}") from error
 
 
 def encode_all(

@@ -8,8 +8,9 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from data.conversations import Conversation, load_conversations, render
+from data.conversations import Conversation, load_conversations
 from data.distill_config import DistillConfig
+from data.templates import render
 
 WINDOW = 1024
 """Prompts are sorted by length within windows of so many, so that little of a batch is padding."""

@@ -78,6 +78,8 @@ class DataConfig:
     """JSONL or Parquet file, or a name on the hub, with conversations."""
     max_length: int = 2048
     """Conversations are cut after this many tokens."""
+    turns: Literal["all", "last"] = "all"
+    """Assistant turns that are learned from; last: for templates that rewrite earlier ones, as Qwen3's does."""
     limit: int | None = None
     """Use only the first conversations of the source; null: all."""
     feature_memory: float = 4.0

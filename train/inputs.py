@@ -84,7 +84,8 @@ def load_inputs(config: RunConfig, target: Target) -> Inputs:
         name: [_prompt_ids(config, target, prompt, label) for label, prompt in labelled.items()]
         for name, labelled in sets.items()
     }
-    samples = encode_all(conversations, target.tokenizer, max_length=config.data.max_length)
+    data = config.data
+    samples = encode_all(conversations, target.tokenizer, max_length=data.max_length, turns=data.turns)
     return Inputs(samples, prompts)
 
 

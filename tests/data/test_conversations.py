@@ -7,27 +7,13 @@ import sys
 from itertools import compress
 
 import pytest
+from masks import create_conversation, supervised_runs
 
 from data.conversations import Conversation, encode_all, encode_conversation, load_conversations, main
 
 USER = {"role": "user", "content": "What is a tree?"}
 ANSWER = {"role": "assistant", "content": "A tree is a tall plant."}
 TWO_TURNS = [USER, ANSWER, {"role": "user", "content": "Write a haiku."}, {"role": "assistant", "content": "Rain. é 🌧"}]
-
-
-def create_conversation(messages, **fields):
-    return Conversation("c", messages, **fields)
-
-
-def supervised_runs(conversation, tokenizer, **options):
-    """Return the text of each run of supervised tokens."""
-    encoded = encode_conversation(conversation, tokenizer, max_length=1000, **options)
-    runs, previous = [], False
-    for token_id, supervised in zip(encoded.token_ids, encoded.loss_mask, strict=True):
-        if supervised:
-            runs[-1].append(token_id) if previous else runs.append([token_id])
-        previous = supervised
-    return [tokenizer.decode(run) for run in runs]
 
 
 # loading

@@ -81,8 +81,9 @@ class Gate:
 
     def open(self, answers):
         self.round += 1
-        while self.server.now:  # requests of those that were killed
+        while self.server.now:  # requests of those that were killed, some of which come only now
             time.sleep(0.002)
+            self.round += 1
         self.quota = self.server.answered + answers
 
     def __call__(self, text, times):
