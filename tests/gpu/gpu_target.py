@@ -44,7 +44,7 @@ SHAPES = {
     },
 }
 GAINS = {"1b": 0.7, "small": 0.8}
-"""Of the layers' random products. Above 0.9 texts are chaotic, which no draft can guess; far below they are one word."""
+"""Of the layers' random products. Above 0.9 texts are chaotic, and no draft can guess; far below they are one word."""
 LOGITS = 2.26
 """Standard deviation of the logits: some words are far likelier than others."""
 LENGTHS = {"1b": (32, 512), "small": (4, 16)}

@@ -64,6 +64,7 @@ def test_a_plan_alone_prints_memory_disk_and_time_and_leaves_nothing(
     folder = launch("--plan", *options, f"--data.feature_dir={tmp_path / 'features'}")
     output = capsys.readouterr().out
     assert len(re.findall("^plan: ", output, flags=re.MULTILINE)) == 5
+    assert re.search(r"^peak: memory [\d.]+ .iB$", output, flags=re.MULTILINE)
     assert re.search(r"plan: memory: [\d.]+ .iB at most, [\d.]+ GiB there \(process .*", output)
     assert re.search(r"plan: disk: 0.\d\d MiB of features in .*features, ", output)
     assert re.search(r"plan: [\d,]+ tokens per second, [\d,]+ where .* are kept; about \d\d:\d\d for 8 steps", output)
