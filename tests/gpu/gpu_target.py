@@ -69,8 +69,8 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_target(folder: Path, size: str, device: str) -> None:
-    """Write a Llama of random weights in bfloat16, and its tokenizer."""
+def make_target(folder: Path, size: str) -> None:
+    """Write a Llama of random weights in bfloat16, the same on every machine, and its tokenizer."""
     width = SHAPES[size]["hidden_size"]
     config = LlamaConfig(
         **SHAPES[size],
@@ -83,8 +83,7 @@ def make_target(folder: Path, size: str, device: str) -> None:
         pad_token_id=1,
     )
     torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     embedding = model.get_input_embeddings().weight  # the lm_head's, too
     embedding.data.normal_(std=LOGITS / width**0.5)
     model = model.to(torch.bfloat16)
@@ -114,10 +113,9 @@ def main() -> None:
     p.add_argument("--size", choices=SHAPES, default="1b")
     p.add_argument("--prompts", type=Path, required=True, help="file to write")
     p.add_argument("--num", type=int, default=256, help="prompts (default 256)")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where weights are drawn")
     args = p.parse_args()
     write_prompts(args.prompts, args.size, args.num)
-    make_target(args.folder, args.size, args.device)
+    make_target(args.folder, args.size)
 
 
 if __name__ == "__main__":
