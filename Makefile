@@ -2,6 +2,7 @@
 # make test         install and run the tests (5 minutes on 2 idle cores after the install)
 # make test-long    the wide versions of the exactness suites (5 more, and the real model)
 # make test-engines build an environment with vLLM and the speculators library (4 GB) and compare their drafts with ours
+# make gpu          check and measure everything on a GPU; the report is runs/gpu/report.md (BUDGET=840: in so many seconds)
 # make lint         ruff and mypy
 #
 # All use the active virtual environment; if none is active they make .venv and use that.
@@ -17,12 +18,13 @@ INSTALLED := $(VENV)/.gorgon-installed
 MODEL := models/smollm2-135m-instruct
 QUICK := data/distilled/quickstart.jsonl
 ENGINES := .venv-engines
+BUDGET := inf
 
 # two torch processes that spin on the same cores slow each other many times over
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-long test-engines lint install
+.PHONY: quickstart test test-long test-engines gpu lint install
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED) $(MODEL)/config.json
@@ -49,6 +51,9 @@ test-long: $(INSTALLED) $(MODEL)/config.json
 
 test-engines: $(INSTALLED) $(ENGINES)/.gorgon-installed
 	GORGON_ENGINES=$(ENGINES) $(VENV)/bin/pytest -q -m engine tests/engines
+
+gpu: $(INSTALLED) $(MODEL)/config.json
+	$(PYTHON) tests/gpu/everything.py --out runs/gpu --scratch runs/gpu/scratch --smollm2 $(MODEL) --budget-seconds $(BUDGET)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -20,13 +20,14 @@ from data.batches import collate
 from data.conversations import Encoded
 from decode import Target
 from heads.base import FeatureBatch
+from heads.transfer import move, to_device
 
 Most = Callable[[Sequence[int]], Sequence[int]]
 """The largest of each number in any process."""
 
 
 class States(NamedTuple):
-    """What a head reads of one conversation, on the CPU."""
+    """What a head reads of one conversation."""
 
     hidden: Tensor
     """[T, D] the target's states."""
@@ -38,12 +39,16 @@ class States(NamedTuple):
         """Bytes of both."""
         return self.hidden.nbytes + (0 if self.features is None else self.features.nbytes)
 
+    def cpu(self) -> States:
+        """Return them in the host's memory."""
+        return States(self.hidden.cpu(), None if self.features is None else self.features.cpu())
+
 
 def compute_states(target: Target, sample: Encoded, feature_layers: Sequence[int]) -> States:
-    """Run the target over one conversation."""
-    token_ids = torch.tensor([sample.token_ids], device=target.device)
+    """Run the target over one conversation; the states are on its device."""
+    token_ids = to_device([sample.token_ids], target.device)
     hidden, features = target.encode_features(token_ids, [len(sample.token_ids)], feature_layers)
-    return States(hidden[0].cpu(), None if features is None else features[0].cpu())
+    return States(hidden[0], None if features is None else features[0])
 
 
 def bytes_per_token(hidden_size: int, feature_layers: Sequence[int], dtype: torch.dtype) -> int:
@@ -77,7 +82,7 @@ class Features(ABC):
 
     @abstractmethod
     def states(self, index: int) -> States:
-        """Return the states of one sample, on the CPU; not to be written to."""
+        """Return the states of one sample, on the CPU or the target's device; not to be written to."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -92,14 +97,15 @@ class Features(ABC):
             self._pad([row.features for row in rows if row.features is not None]) if self._feature_layers else None
         )
         device = self._target.device
-        return FeatureBatch(token_ids.to(device), loss_mask.to(device), hidden, features)
+        return FeatureBatch(move(token_ids, device), move(loss_mask, device), hidden, features)
 
     def _pad(self, rows: Sequence[Tensor]) -> Tensor:
         """Return rows of [T, D] as one tensor [B, T, D] where batches belong."""
-        padded = rows[0].new_zeros(len(rows), max(map(len, rows)), rows[0].shape[-1])
+        size = (len(rows), max(map(len, rows)), rows[0].shape[-1])
+        padded = torch.zeros(size, dtype=self._target.dtype, device=self._target.device)
         for row, part in enumerate(rows):
-            padded[row, : len(part)] = part
-        return padded.to(self._target.device, self._target.dtype)
+            padded[row, : len(part)].copy_(part, non_blocking=True)
+        return padded
 
     def num_supervised(self, indices: Sequence[int]) -> int:
         """Return the number of supervised tokens of the samples at `indices`."""
@@ -152,7 +158,7 @@ class OnlineFeatures(Features):
             self._lacking = {}
 
     def states(self, index: int) -> States:
-        """Return the states of one sample, on the CPU; not to be written to."""
+        """Return the states of one sample, on the CPU if they are kept; not to be written to."""
         found = self._kept.get(index, self._lacking.get(index))
         return self._compute(index) if found is None else found
 
@@ -160,11 +166,14 @@ class OnlineFeatures(Features):
         """Compute the states of one sample, and keep them if they fit."""
         start = time.perf_counter()
         states = compute_states(self._target, self._samples[index], self._feature_layers)
+        keep = index not in self._kept and self.kept_bytes + states.nbytes <= self._memory_bytes
+        if keep:
+            states = self._kept[index] = states.cpu()
+            self.kept_bytes += states.nbytes
+        elif self._target.device.type != "cpu":
+            torch.accelerator.synchronize(self._target.device)  # the clock is read next
         self.target_seconds += time.perf_counter() - start
         self.target_tokens += len(states.hidden)
-        if index not in self._kept and self.kept_bytes + states.nbytes <= self._memory_bytes:
-            self._kept[index] = states
-            self.kept_bytes += states.nbytes
         return states
 
     def describe(self) -> str:

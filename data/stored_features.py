@@ -101,7 +101,7 @@ class StoredFeatures(Features):
         start, end = contents.bounds[number : number + 2]
         tensors: dict[str, Tensor] = {}
         for index in range(start, end):
-            states = compute_states(self._target, self._samples[index], contents.layers)
+            states = compute_states(self._target, self._samples[index], contents.layers).cpu()
             self._passes += 1
             layers = () if states.features is None else states.features.chunk(len(contents.layers), dim=-1)
             for name, part in zip(contents.names, (states.hidden, *layers), strict=True):

@@ -21,6 +21,8 @@ from decode.target import Target
 from decode.tree import TokenTree, tree_shape
 
 NODES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+MORE_NODES = (96, 128, 192, 256)
+"""For GPUs, where trees so large may cost little more than one node."""
 ROWS = (1, 2, 4, 8, 16)
 CONTEXT = 256
 CONTEXTS = (CONTEXT, 1024)
@@ -120,6 +122,11 @@ def on_lines(points: Sequence[tuple[float, float]], x: float) -> float:
     pairs = list(itertools.pairwise(points))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
     return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), y1 if x > x1 else min(y0, y1))
+
+
+def pass_sizes(most: int) -> list[int]:
+    """Return the sizes to measure where trees have at most so many nodes."""
+    return [size for size in (*NODES, *MORE_NODES) if size <= most]
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heads.layers import may_share
 from heads.memory import give_back
 from heads.packing import PackedForward, PackedLinear, PackedModules
 from heads.products import PackedProduct, can_pack, may_use
@@ -147,8 +148,12 @@ class LayerForward(ABC):
         causal = mask is None and length > 1
         if causal:  # a static cache gives its empty slots too
             keys, values = keys[:, :, :length], values[:, :, :length]
+        groups = queries.shape[1] // keys.shape[1]
+        shares = mask is None or groups == 1 or may_share(queries.device)
+        if not shares:
+            keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
         attended = F.scaled_dot_product_attention(
-            queries, keys, values, mask, is_causal=causal, scale=self._attention.scaling, enable_gqa=True
+            queries, keys, values, mask, is_causal=causal, scale=self._attention.scaling, enable_gqa=shares
         )
         return attended.transpose(1, 2).reshape(rows, length, -1)
 

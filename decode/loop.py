@@ -84,7 +84,7 @@ class Decoding:
         with self._timed("prefill"):
             out = self._session.prefill([row.prompt_ids for row in self._rows])
         with self._timed("accept"):
-            last = [self._root_tree(row) for row in self._rows]
+            last = self._root_trees()
             verdicts = self._rule(last, out.logits, [row.sampler for row in self._rows])
         lengths = [len(row.prompt_ids) for row in self._rows]
         return self._emit(verdicts, [row.prompt_ids for row in self._rows], out, lengths)
@@ -110,14 +110,16 @@ class Decoding:
 
     def _propose(self) -> list[TokenTree]:
         if self._proposing is None:
-            return [self._root_tree(row) for row in self._rows]
+            return self._root_trees()
         roots = to_device([row.sampler.context[-1] for row in self._rows], self._target.device)
         trees = self._proposing.propose(roots, [row.sampler for row in self._rows])
         # a path of depth d emits d + 1 tokens: deeper nodes could only be thrown away
         return [tree.cut(row.stopper.remaining - 1) for row, tree in zip(self._rows, trees, strict=True)]
 
-    def _root_tree(self, row: Row) -> TokenTree:
-        return TokenTree(to_device(row.sampler.context[-1:], self._target.device), chain_shape(1))
+    def _root_trees(self) -> list[TokenTree]:
+        """Return each row's tree of its last token alone."""
+        roots = to_device([row.sampler.context[-1:] for row in self._rows], self._target.device)
+        return [TokenTree(root, chain_shape(1)) for root in roots]
 
     def _committed(
         self, verdicts: Sequence[Verdict], out: TargetOutput
@@ -168,11 +170,9 @@ class Decoding:
         running = [b for b, row in enumerate(self._rows) if row.stopper.reason is None]
         if running and self._proposing is not None:
             with self._timed("propose"):
-                tokens = [
-                    to_device([*ids, verdict.next_token], self._target.device)
-                    for ids, verdict in zip(committed, verdicts, strict=True)
-                ]
-                token_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+                tokens = [[*ids, verdict.next_token] for ids, verdict in zip(committed, verdicts, strict=True)]
+                longest = max(map(len, tokens))
+                token_ids = to_device([ids + [0] * (longest - len(ids)) for ids in tokens], self._target.device)
                 self._proposing.sync(token_ids, states.hidden, lengths, states.features)
         if running and len(running) < len(self._rows):
             self._session.keep(running)

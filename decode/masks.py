@@ -12,6 +12,9 @@ from decode.tree import TreeShape
 from heads.growing import level_visible
 from heads.transfer import move
 
+ALIGNMENT = 8
+"""Entries of a mask that CUDA's memory-efficient attention reads at a time (torch, `preprocess_mask`)."""
+
 
 def tree_visible(
     shapes: Sequence[TreeShape], lengths: Sequence[int], device: torch.device, *, size: int | None = None
@@ -64,7 +67,9 @@ def slot_positions(lengths: Sequence[int], positions: Tensor, slots: int) -> Ten
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where visible and the lowest finite value elsewhere: [B, N, slots] -> [B, 1, N, slots].
 
-    Additive, because a bool mask is right for sdpa and silently wrong for eager attention.
+    Additive, because a bool mask is right for sdpa and silently wrong for eager attention. Rows start at multiples of
+    `ALIGNMENT`, or CUDA's sdpa would make a copy that does, in every layer.
     """
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    slots = visible.shape[-1]
+    whole = torch.zeros((*visible.shape[:-1], slots + -slots % ALIGNMENT), dtype=dtype, device=visible.device)
+    return whole[..., :slots].masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

@@ -175,4 +175,6 @@ class DraftingState:
             what = f"row {row}: the drafter's logits after the root against a fresh drafter's"
             if held.dtype == torch.float64:  # lent by a float64 target to a head that may compute in less
                 held, expected = held.float(), expected.float()
+            if hidden.dtype.itemsize < held.dtype.itemsize:  # no better than the states that they were made of
+                held, expected = held.to(hidden.dtype), expected.to(hidden.dtype)
             assert_close(held, expected, what)

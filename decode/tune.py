@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.choose import CHAINS, Search, ladder
-from decode.costs import CONTEXT, NODES, ROWS, VerifyCosts, measure_costs
+from decode.costs import CONTEXT, ROWS, VerifyCosts, measure_costs, pass_sizes
 from decode.draft_model import DraftModel
 from decode.formulas import break_even
 from decode.grow import Chain
@@ -67,7 +67,7 @@ def tune(target: Target, drafts: Drafts, prompts: Sequence[list[int]], settings:
     Raises:
         ValueError: If all answers end at once, or the trees do not fit into the target's context.
     """
-    nodes = [size for size in NODES if size <= settings.most_nodes]
+    nodes = pass_sizes(settings.most_nodes)
     costs = measure_costs(target, nodes=nodes, rows=settings.rows, contexts=settings.contexts)
     searches: dict[float, Search] = {}
     made: dict[str, Any] = {"target": target.fingerprint, "machine": machine(target), "by_temperature": {}}
@@ -174,7 +174,12 @@ def parser() -> argparse.ArgumentParser:
         default=[CONTEXT, 64, 1024],
         help="tokens before the tree to measure passes at; the choice is made for those nearest 256",
     )
-    p.add_argument("--most-nodes", type=int, default=64, help="largest tree to try, root included (default 64)")
+    p.add_argument(
+        "--most-nodes",
+        type=int,
+        default=64,
+        help="largest tree to try, root included, and pass to measure, up to 256 (default 64)",
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--check", type=int, default=4, metavar="N", help="decode N prompts to check the prediction")
     p.add_argument("--dry-run", action="store_true", help="show the plan, but do not write it")

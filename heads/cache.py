@@ -33,7 +33,8 @@ class TreeCache:
         self.nodes = 0
         """Nodes of the current tree, over all passes since the last commit."""
         self._new = range(0)
-        self._slots: Tensor | None = None
+        self._slots: tuple[Tensor, Tensor] | None = None
+        """Rows and slots of the pass's nodes, [B, 1] and [B, N], where rows differ in length."""
 
     @property
     def used(self) -> int:
@@ -64,9 +65,11 @@ class TreeCache:
             )
         self._new = range(self.nodes, total)
         self.nodes = total
-        ragged = len(set(self.lengths)) > 1
-        starts = to_device(self.lengths, device) if ragged else None
-        self._slots = None if starts is None else starts[:, None] + torch.arange(*self._slice(0), device=device)
+        self._slots = None
+        if len(set(self.lengths)) > 1:
+            rows = torch.arange(len(self.lengths), device=device)[:, None]
+            slots = to_device(self.lengths, device)[:, None] + torch.arange(*self._slice(0), device=device)
+            self._slots = rows, slots
 
     def _slice(self, length: int) -> tuple[int, int]:
         """Return the first slot of the pass's nodes behind `length` tokens, and the one after the last."""
@@ -91,8 +94,8 @@ class TreeCache:
             if self._slots is None:
                 block[:, :, slice(*self._slice(self.lengths[0]))] = new
             else:
-                rows = torch.arange(len(self.lengths), device=new.device)[:, None]
-                block[rows, :, self._slots.to(new.device)] = new.transpose(1, 2)
+                rows, slots = (part.to(new.device) for part in self._slots)  # layers may be on several devices
+                block[rows, :, slots] = new.transpose(1, 2)
             stored.append(block[:, :, : self.used])
         return stored[0], stored[1]
 

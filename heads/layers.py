@@ -194,6 +194,14 @@ def read_on(
     return layer.finish(residuals[rows, last][:, None], attend(queries, keys, values, visible))
 
 
+def may_share(device: torch.device) -> bool:
+    """Return whether attention with a mask may read grouped K/V as they are.
+
+    On a GPU no fused kernel takes groups and a mask together.
+    """
+    return device.type == "cpu"
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Scaled dot-product attention with grouped heads.
 
@@ -207,7 +215,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Te
         [B, heads, N, E].
     """
     groups = queries.shape[1] // keys.shape[1]
-    shares = groups > 1 and queries.device.type == "cpu"  # elsewhere no fused kernel takes groups and a mask together
+    shares = groups > 1 and may_share(queries.device)
     if groups > 1 and not shares:
         keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None], enable_gqa=shares)

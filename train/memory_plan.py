@@ -156,7 +156,7 @@ def head_parts(work: Work, *, on_cpu: bool) -> dict[str, int]:
     # AdamW's square root and quotient of one parameter; on a GPU one of all at once
     temporaries = 2 * max(parameter.nbytes for parameter in parameters) if on_cpu else gradients
     before = gradients if passes > 1 else 0  # while features are made
-    features = before + work.target_pass + (batch_bytes(work) if on_cpu else padded_bytes(work))
+    features = before + work.target_pass + batch_bytes(work, on_cpu=on_cpu)
     most = max(step, gradients + temporaries, features)
     return {
         "gradients": gradients + exchanged,
@@ -170,10 +170,18 @@ def padded_bytes(work: Work) -> int:
     return max(len(rows) * max(len(row.token_ids) for row in rows) for rows in work.largest) * work.state_size
 
 
-def batch_bytes(work: Work) -> int:
-    """Return the bytes that making a micro-batch takes on the CPU: its states, padded, and those that are not kept."""
-    own = max(sum(len(row.token_ids) for row in rows) for rows in work.largest) * work.state_size
-    return padded_bytes(work) + (0 if work.kept[1] else own)
+def own_bytes(work: Work) -> int:
+    """Return the bytes of the states of a micro-batch's conversations."""
+    return max(sum(len(row.token_ids) for row in rows) for rows in work.largest) * work.state_size
+
+
+def batch_bytes(work: Work, *, on_cpu: bool) -> int:
+    """Return the bytes that making a micro-batch takes where the target is: its states, padded, and those not kept.
+
+    What comes from data.feature_dir is in the host's memory until it is padded.
+    """
+    apart = not work.kept[1] and (on_cpu or work.config.data.feature_dir is None)
+    return padded_bytes(work) + (own_bytes(work) if apart else 0)
 
 
 def held_bytes(target: Target) -> tuple[int, int]:
@@ -207,4 +215,5 @@ def plan_memory(work: Work, local: int, held: tuple[int, int] | None = None) -> 
         return [Memory("memory", {**process, **weights, **parts, **kept}, held[0], share)]
     other = {"other": max(0, held[1] - now - weights["head"])}
     device = Memory("GPU memory", {**other, **weights, **parts}, held[1], free_on_device(work.target.device))
-    return [device, Memory("memory", {"process": held[0], "batch": batch_bytes(work), **kept}, held[0], share)]
+    read = 0 if work.config.data.feature_dir is None else own_bytes(work)
+    return [device, Memory("memory", {"process": held[0], "batch": read, **kept}, held[0], share)]

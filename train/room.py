@@ -14,9 +14,19 @@ import torch
 
 def resident() -> int:
     """Return the bytes of memory that this process holds; where the system does not say, the most it ever held."""
+    return _of_this_process("VmRSS")
+
+
+def peaks(device: torch.device) -> dict[str, int]:
+    """Return the most bytes that this process held so far in each place: "memory", and "GPU memory" on a GPU."""
+    most = {"memory": _of_this_process("VmHWM")}
+    return {"GPU memory": torch.cuda.max_memory_allocated(device), **most} if device.type == "cuda" else most
+
+
+def _of_this_process(name: str) -> int:
     status = Path("/proc/self/status")
     if status.exists():
-        return _kib(status, "VmRSS") * 1024
+        return _kib(status, name) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

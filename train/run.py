@@ -19,6 +19,7 @@ from accelerate.utils import set_seed
 
 from data.batches import BatchPlan
 from data.conversations import Encoded
+from data.features import size_text
 from data.vocabulary import SupervisedTokens
 from decode import Target, UnsupportedTargetError
 from heads.base import Head, HeadConfig
@@ -37,6 +38,7 @@ from train.memory_plan import Work
 from train.pace import Pace
 from train.plan import Plan, check_loading, make_plan
 from train.probe import probe
+from train.room import peaks
 from train.run_folder import open_folder
 from train.start import start_from
 from train.throughput import throughput
@@ -100,6 +102,8 @@ def train(
                 journal.say(
                     f"stopped at step {progress.step} of {total}, which is saved; the same command continues it"
                 )
+            held = [f"{place} {size_text(count)}" for place, count in peaks(target.device).items()]
+            journal.say(f"peak: {', '.join(held)}")
         # the DDP wrapper must be gone before the process group, or gloo can deadlock
         accelerator.free_memory()
         gc.collect()

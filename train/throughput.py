@@ -25,7 +25,8 @@ from train.memory_plan import Work
 from train.plan import Plan
 
 WARM_UP, LEAST, SECONDS = 1, 3, 30.0
-"""Steps before the clock starts; steps that are timed at least, and then until so many seconds have passed."""
+"""Steps before the clock starts; steps that are timed at least, and then until so many seconds have passed or the run
+has no more."""
 PARTS = ("target", "batch", "forward", "backward", "optimiser")
 """Of a step: the target's passes, what else makes a batch, the head's forward with its loss, its backward, the rest."""
 
@@ -115,8 +116,9 @@ def throughput(accelerator: Accelerator, plan: Plan, say: Callable[[str], None])
     head, prepared, _ = prepare(accelerator, work.head, optimizer, scheduler)
     batches = BatchPlan(len(work.samples), config.optim.batch_size, config.run.seed)
     tokens = steps = 0
+    least, most = WARM_UP + LEAST, len(work.steps)
     with timed_forward(head, clock):
-        while _more(accelerator, steps < WARM_UP + LEAST or sum(clock.spent.values()) < SECONDS):
+        while _more(accelerator, steps < least or (steps < most and sum(clock.spent.values()) < SECONDS)):
             indices = batches.indices(work.steps.start + steps)
             mine = split(accelerator, indices, config.optim.accumulation)
             for rows in mine:

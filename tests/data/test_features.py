@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from data.conversations import Encoded
-from data.features import OnlineFeatures
+from data.features import OnlineFeatures, States
 from decode import Target
 
 
@@ -57,6 +57,16 @@ def test_batches_are_bitwise_equal_kept_or_computed_again_and_in_any_company(tin
     assert torch.equal(first.hidden, fresh.hidden)
     alone = OnlineFeatures(tiny_target, samples, 0).batch([3])
     assert torch.equal(alone.hidden[0], first.hidden[3, :3])
+
+
+def test_states_that_are_not_kept_stay_where_the_target_is(tiny_target: Target, samples, monkeypatch):
+    fetched: list[int] = []
+    cpu = States.cpu
+    monkeypatch.setattr(States, "cpu", lambda states: fetched.append(len(states.hidden)) or cpu(states))
+    OnlineFeatures(tiny_target, samples, 0, (1,)).batch([0, 1, 2, 3])
+    assert not fetched
+    OnlineFeatures(tiny_target, samples, 2**20, (1,)).batch([0, 1])
+    assert fetched == [5, 11]
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode import Target, VerifyCosts, measure_costs
-from decode.costs import MOST, Cost, on_lines
+from decode.costs import MOST, Cost, on_lines, pass_sizes
 from decode.session import Session
 
 
@@ -213,3 +213,11 @@ def test_the_largest_pass_has_room_even_in_a_small_context(make_tiny_llama):
     costs = measure_costs(target, nodes=(1, 128), rows=(2,), contexts=(128, 3), repeats=1)
     assert sizes(costs)[-1] == (2, 128, 128)
     assert costs.contexts(1) == [3, 128]
+
+
+@pytest.mark.parametrize(("most", "last"), [(4, [2, 3, 4]), (64, [32, 48, 64]), (200, [96, 128, 192])])
+def test_larger_passes_are_measured_where_larger_trees_are_asked_for(most, last):
+    sizes = pass_sizes(most)
+    assert sizes[0] == 1
+    assert sizes[-3:] == last
+    assert sizes == sorted(set(sizes))

@@ -250,3 +250,18 @@ def test_a_target_that_keeps_its_weights_can_be_copied():
     for output, wanted in zip(assert_equals_plain(copied), expected, strict=True):
         torch.testing.assert_close(output, wanted)
     assert packed_modules(copied).isdisjoint(packed_modules(target))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-windows"])
+def test_on_a_device_whose_attention_takes_no_groups_keys_are_repeated(name, monkeypatch):
+    model = make_model(name)
+    outputs = []
+    asked = []
+    for shares in (True, False):
+        monkeypatch.setattr("decode.fused.may_share", lambda device, shares=shares: asked.append(shares) or shares)
+        session = Target(model, name="tiny").session(1, 40)
+        session.prefill([PROMPTS[0]])
+        shape = tree_shape(SHAPES[0])
+        outputs.append(session.score([TokenTree(torch.arange(30, 30 + shape.size), shape)]).logits)
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
+    assert set(asked) == {True, False}

@@ -11,8 +11,10 @@ from decode.proofs import Check, Settings, prove, prove_law, prove_seeds, prove_
 from decode.prove import check_lines, verdict_lines
 from decode.sampling import Sampler
 from decode.session import Session
+from heads import create_head, head_class
 from heads.cache import TreeCache
 from heads.medusa import MedusaDrafter
+from train.new_head import target_sizes
 
 QUICK = Settings(max_new_tokens=8, samples=50)
 TREE = StaticTree(((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)))
@@ -254,4 +256,13 @@ def test_texts_in_batches_are_compared_with_plain_batches(tiny_target, draft_mod
 def test_a_float32_head_on_a_float64_target_passes_the_state_check(tiny_target, good_head, prompts):
     drafts = {"head": copy.deepcopy(good_head).float(), "grow": TREE}
     check = prove_state(tiny_target, prompts[:2], drafts, QUICK)
+    assert check.passed, check.details
+
+
+def test_a_float32_head_on_a_bfloat16_target_passes_the_state_check(make_tiny_llama, prompts):
+    target = Target(make_tiny_llama(dtype=torch.bfloat16))
+    config = head_class("eagle3").Config
+    torch.manual_seed(0)
+    head = create_head("eagle3", config(**target_sizes(target, config), feature_layers=(1, 2)), target)
+    check = prove_state(target, prompts[:2], {"head": head.eval(), "grow": TREE}, QUICK)
     assert check.passed, check.details

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decode import Chain, DraftModel, DynamicTree, PromptLookup, Sampling, StaticTree, generate
+from decode.masks import additive_mask
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTIONS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -58,6 +59,30 @@ def test_a_step_with_drafts_asks_once_and_for_the_shape_of_a_dynamic_tree_and_wh
     texts = generate(small_target, [[5, 6, 7], [1, 2, 3, 4], [9]], sampling=sampling, **options)
     steps = max(text.stats.steps for text in texts)
     assert asked == {"tolist": 1 + steps * (1 + (grow == "dynamic tree") + model)}
+
+
+def test_a_step_sends_tokens_as_often_for_many_rows_as_for_one(tiny_target, good_head, prompts, monkeypatch):
+    sent = []
+    monkeypatch.setattr("decode.loop.to_device", lambda values, device: sent.append(1) or torch.tensor(values))
+    for options in ({}, {"head": good_head, "grow": Chain(2)}):
+        counts = []
+        for some in (prompts[:1], prompts):
+            sent.clear()
+            texts = generate(tiny_target, some, max_new_tokens=9, eos_ids=(), **options)
+            texts = texts if isinstance(texts, list) else [texts]
+            counts.append(len(sent) / (1 + max(text.stats.steps for text in texts)))
+        assert counts[1] < counts[0] + 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (3, 4, 17), (2, 3, 16)])
+def test_the_rows_of_a_mask_start_where_cuda_can_read_them(shape):
+    visible = torch.rand(shape) < 0.5
+    mask = additive_mask(visible, torch.bfloat16)
+    assert mask.shape == (shape[0], 1, *shape[1:])
+    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    assert mask.stride()[-1] == 1
+    assert torch.equal(mask[:, 0] == 0, visible)
+    assert mask[:, 0][~visible].eq(torch.finfo(torch.bfloat16).min).all()
 
 
 @pytest.mark.parametrize("package", ["decode", "heads"])

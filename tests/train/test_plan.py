@@ -56,6 +56,20 @@ def test_memory_kept_is_bounded_by_what_is_allowed_and_by_what_is_seen(launch: L
     assert few < seen < sum(len(sample.token_ids) for sample in samples) * 64
 
 
+def test_where_the_states_of_a_micro_batch_are_counted(launch: Launch, plans: list[Plan], tmp_path: Path):
+    launch("--data.feature_memory=0", "--plan")
+    launch("--plan")
+    launch(f"--data.feature_dir={tmp_path / 'features'}", "--plan")
+    computed, kept, read = (made.work for made in plans)
+    padded, own = memory_plan.padded_bytes(kept), memory_plan.own_bytes(kept)
+    assert 0 < own <= padded
+    for on_cpu in (True, False):
+        assert memory_plan.batch_bytes(computed, on_cpu=on_cpu) == padded + own
+        assert memory_plan.batch_bytes(kept, on_cpu=on_cpu) == padded
+    assert memory_plan.batch_bytes(read, on_cpu=True) == padded + own
+    assert memory_plan.batch_bytes(read, on_cpu=False) == padded  # its own are in the host's memory
+
+
 @pytest.mark.parametrize("options", [("--data.feature_memory=4",), ("--head.type=hydra", "--head.prefix_layer=true")])
 def test_a_plan_alone_prints_memory_disk_and_time_and_leaves_nothing(
     launch: Launch, capsys: pytest.CaptureFixture[str], config_file: Path, tmp_path: Path, options: tuple[str, ...]
@@ -64,6 +78,7 @@ def test_a_plan_alone_prints_memory_disk_and_time_and_leaves_nothing(
     folder = launch("--plan", *options, f"--data.feature_dir={tmp_path / 'features'}")
     output = capsys.readouterr().out
     assert len(re.findall("^plan: ", output, flags=re.MULTILINE)) == 5
+    assert re.search(r"^peak: memory [\d.]+ .iB$", output, flags=re.MULTILINE)
     assert re.search(r"plan: memory: [\d.]+ .iB at most, [\d.]+ GiB there \(process .*", output)
     assert re.search(r"plan: disk: 0.\d\d MiB of features in .*features, ", output)
     assert re.search(r"plan: [\d,]+ tokens per second, [\d,]+ where .* are kept; about \d\d:\d\d for 8 steps", output)

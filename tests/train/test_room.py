@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from train.room import disk_of, free_memory, resident
+from train.room import disk_of, free_memory, peaks, resident
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -62,3 +63,11 @@ def test_this_process_holds_memory_and_there_is_room():
 
 def test_a_folder_that_is_not_there_yet_has_the_disk_of_the_one_above(tmp_path: Path):
     assert disk_of(tmp_path / "a" / "b")[0] == disk_of(tmp_path)[0] == tmp_path.stat().st_dev
+
+
+def test_the_most_that_was_held_is_remembered():
+    block = torch.ones(2**26)
+    del block
+    most = peaks(torch.device("cpu"))
+    assert most.keys() == {"memory"}
+    assert most["memory"] > resident() + 2**27

@@ -87,6 +87,11 @@ def test_a_command_times_the_steps_of_a_run_and_makes_none(
     assert not folder.exists()
 
 
+def test_a_short_run_is_not_timed_for_longer_than_it_is(launch: Launch, capsys: pytest.CaptureFixture[str]):
+    launch("--throughput")  # which would take half a minute
+    assert "throughput: 7 steps of 4 conversations, " in capsys.readouterr().out
+
+
 def test_two_rehearsals_at_once_are_refused(launch: Launch):
     with pytest.raises(SystemExit, match="--throughput and --plan are two commands; give one"):
         launch("--throughput", "--plan")

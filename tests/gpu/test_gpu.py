@@ -3,15 +3,18 @@
 import pytest
 import torch
 
+from data.conversations import Encoded
+from data.features import OnlineFeatures
 from decode import Chain, PromptLookup, Sampling, StaticTree, Target, generate
 from decode.compare import first_difference
 from decode.costs import measure_costs
 from decode.propose import Drafting
 from decode.ranks import rank_texts
 from decode.replay import replay, write_texts
-from heads import create_head
+from heads import create_head, head_class
 from heads.base import FeatureBatch
 from heads.medusa import MedusaConfig
+from train.new_head import target_sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [20, 21]]
@@ -66,3 +69,34 @@ def test_training_and_tuning_stay_on_the_device(target, head):
         assert replayed.stats.tokens == sum(len(text.token_ids) for text in texts)
         assert replayed.draft_seconds > 0
     assert {cost.nodes for cost in measure_costs(target, nodes=(1, 4), contexts=(16,), repeats=2).points} == {1, 4}
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_states_that_are_not_kept_stay_on_the_device_and_are_the_same(target, layers):
+    samples = [Encoded(list(range(5, 5 + size)), [True] * size) for size in (7, 30, 12)]
+    fresh, kept = (OnlineFeatures(target, samples, memory, layers) for memory in (0, 2**30))
+    assert fresh.states(1).hidden.device.type == "cuda"
+    assert kept.states(1).hidden.device.type == "cpu"
+    first, again, computed = kept.batch([2, 1, 0]), kept.batch([2, 1, 0]), fresh.batch([2, 1, 0])
+    assert fresh.target_seconds > 0
+    for name in ("token_ids", "loss_mask", "hidden", "features"):
+        assert getattr(computed, name) is None or getattr(computed, name).device.type == "cuda"
+        for other in (first, again):
+            assert getattr(computed, name) is None or torch.equal(getattr(computed, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_layers_give_plain_text(tiny_tokenizer, make_tiny_llama, dtype):
+    target = Target(make_tiny_llama(dtype=dtype).to("cuda"), tiny_tokenizer, name="tiny", compile=True)
+    plain = generate(target, PROMPTS, max_new_tokens=24)
+    drafted = generate(target, PROMPTS, max_new_tokens=24, proposer=PromptLookup())
+    for row, (one, other) in enumerate(zip(plain, drafted, strict=True)):
+        difference = first_difference(target, PROMPTS[row], one.token_ids, other.token_ids, Sampling(), row=row)
+        assert difference is None or difference.near_tie, difference
+
+
+def test_a_float32_head_on_a_bfloat16_target_keeps_its_state(tiny_tokenizer, make_tiny_llama):
+    target = Target(make_tiny_llama(dtype=torch.bfloat16).to("cuda"), tiny_tokenizer, name="tiny")
+    config = head_class("eagle3").Config
+    head = create_head("eagle3", config(**target_sizes(target, config), feature_layers=(1, 2)), target).to("cuda")
+    generate(target, PROMPTS, head=head.eval(), grow=TREE, max_new_tokens=16, eos_ids=(), check=True)
