@@ -22,11 +22,14 @@ from decode.intervals import ratio_interval, speedup_interval
 from heads.base import Head
 from heads.packing import pack_linears
 from train.config import ConfigError, EvalConfig
+from train.samples import Sample, make_sample
 
 Method = Literal["plain", "tree", "chain"]
 Way = tuple[Method, float]
 """A method and a temperature."""
 PREFIXES: Mapping[Method, str] = {"tree": "", "chain": "chain/"}
+SHOWN = 4
+"""Prompts of each set whose texts are kept as samples, the first."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Decoded:
     stats: Stats
     same: bool
     """Whether the tokens are those of plain decoding at this temperature."""
+    sample: Sample | None = None
 
 
 class Evaluation:
@@ -58,6 +62,10 @@ class Evaluation:
         self._target, self._head = target, head
         prompts = enumerate((name, prompt) for name, prompts in sets.items() for prompt in prompts)
         self._prompts = list(prompts)[accelerator.process_index :: accelerator.num_processes]
+        places = (place for prompts_of_set in sets.values() for place in range(len(prompts_of_set)))
+        self._shown = {number for number, place in enumerate(places) if place < SHOWN}
+        self.samples: Sequence[Sample] = ()
+        """Greedy texts with the tree, of the last evaluation and of all processes, in the order of the prompts."""
         self._max_new_tokens = config.max_new_tokens
         self._plain: dict[tuple[int, float], list[int]] = {}
         tree = draft_tree(head, config.tree)
@@ -91,13 +99,18 @@ class Evaluation:
             for (method, temperature), output in outputs.items():
                 plain = self._plain.setdefault((number, temperature), outputs["plain", temperature].token_ids)
                 same = output.token_ids == plain
-                decoded.append(Decoded(number, name, method, temperature, output.stats, same))
+                shown = number in self._shown and (method, temperature) == ("tree", 0)
+                sample = make_sample(self._target, name, output) if shown else None
+                decoded.append(Decoded(number, name, method, temperature, output.stats, same, sample))
             if give_up():
                 break
         given_up = torch.tensor(float(give_up()), device=self._accelerator.device)
         if self._accelerator.reduce(given_up, "sum").item() > 0:
             return None
-        return summarise(gather_object(decoded))
+        gathered = gather_object(decoded)
+        in_order = sorted(gathered, key=lambda entry: entry.prompt)
+        self.samples = [entry.sample for entry in in_order if entry.sample is not None]
+        return summarise(gathered)
 
     def _decode(self, way: Way, number: int, prompt: list[int], max_new_tokens: int) -> Generation:
         method, temperature = way
