@@ -1,11 +1,14 @@
 """Every run and launch under configs/ can be read, and says how to start it."""
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from recipes import Recipe, recipes, shape_target, table
+from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from data.distill import create_parser
 from data.distill_config import DistillConfig
@@ -13,6 +16,7 @@ from heads import HeadConfig
 from heads.layers import LayerConfig
 from train import eagle, medusa
 from train.command_line import load_config
+from train.config_file import flat
 from train.draft_model import DraftModelConfig
 from train.new_head import target_sizes
 
@@ -26,6 +30,7 @@ TRAINERS: dict[str, dict[str, type[HeadConfig]]] = {
 SCRIPTS = {kind: script for script, heads in TRAINERS.items() for kind in heads}
 RUNS = sorted(path for kind in SCRIPTS for path in (ROOT / "configs" / kind).rglob("*.yaml"))
 LAUNCHES = sorted((ROOT / "configs" / "accelerate").rglob("*.yaml"))
+SWEEPS = sorted((ROOT / "configs" / "sweeps").rglob("*.yaml"))
 DEEPSPEED = sorted((ROOT / "configs" / "deepspeed").glob("*.json"))
 RECIPES = list(recipes())
 PARAMETERS = {
@@ -45,7 +50,8 @@ PARAMETERS = {
 def test_there_are_configs():
     assert {path.parent.name for path in RUNS} == set(SCRIPTS)
     assert LAUNCHES
-    assert {*RUNS, *LAUNCHES} == set((ROOT / "configs").rglob("*.yaml")), "a config that no test reads"
+    assert SWEEPS
+    assert {*RUNS, *LAUNCHES, *SWEEPS} == set((ROOT / "configs").rglob("*.yaml")), "a config that no test reads"
     assert set(DEEPSPEED) == set((ROOT / "configs").rglob("*.json")), "a config that no test reads"
 
 
@@ -101,6 +107,43 @@ def test_a_recipe_names_the_command_that_makes_its_data(recipe: Recipe):
 
 def test_the_table_of_recipes_is_what_its_command_prints():
     assert f"\n{table()}\n" in (ROOT / "configs" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_the_trials_of_a_sweep_are_runs_of_their_own(path: Path, tmp_path: Path):
+    """As wandb's agent does it: the command is filled in for each trial, whose id is in the environment."""
+    sweep = yaml.safe_load(path.read_text())
+    first, second = path.read_text().splitlines()[:2]
+    assert first.startswith(f"# wandb sweep --project gorgon {path.relative_to(ROOT)} ")
+    assert second.startswith("# wandb agent SWEEP ")
+    program = tmp_path / "accelerate"
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    runs = []
+    for number in range(2):
+        settings = {name: {"value": a_value(choice, number)} for name, choice in sweep["parameters"].items()}
+        filled = {"args": create_sweep_command_args({"args": settings})["args"], "program": [sweep["program"]]}
+        command = [
+            word for chunk in create_sweep_command(sweep["command"]) for word in filled.get(chunk.strip("${}"), [chunk])
+        ]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WANDB_RUN_ID": f"id{number}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        launch, script, *words = done.stdout.splitlines()
+        assert (launch, script) == ("launch", sweep["program"])
+        config = load_config(TRAINERS[Path(script).stem], words, "")
+        assert (config.run.name, config.run.tracker) == (f"sweep-id{number}", "wandb")
+        for name, setting in settings.items():
+            assert flat(config)[name] == setting["value"]
+        runs.append(config)
+    assert runs[0].run.folder != runs[1].run.folder
+    assert sweep["metric"] == {"name": "eval/tokens_per_step", "goal": "maximize"}  # what best/ is chosen by
+
+
+def a_value(choice: dict[str, Any], number: int) -> Any:
+    """Return one of two values that a trial may have."""
+    if "value" in choice:
+        return choice["value"]
+    return choice["values"][number] if "values" in choice else choice[("min", "max")[number]]
 
 
 @pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)

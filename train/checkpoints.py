@@ -42,8 +42,6 @@ class Progress:
     """Where that was."""
     inputs: str = ""
     """Hash of the target and the encoded data, which must not change under a run."""
-    tracker_id: str = ""
-    """The tracker's name for the run, so that a continued run is the same one there."""
 
 
 class Checkpoints:
@@ -86,7 +84,9 @@ class Checkpoints:
     def read(self, path: Path) -> Progress:
         """Return the progress of the checkpoint at `path`."""
         with _reading(path):
-            return Progress(**json.loads((path / STATE).read_text()))
+            fields = json.loads((path / STATE).read_text())
+            fields.pop("tracker_id", None)  # older runs kept it here
+            return Progress(**fields)
 
     def load(self, accelerator: Accelerator, path: Path, seed: int) -> None:
         """Put head, optimiser, schedule and random numbers back as they were at the checkpoint at `path`.

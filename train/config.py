@@ -167,8 +167,8 @@ class RunPlan:
     """Write train/* to metrics.jsonl and the tracker this often."""
     keep: int = 2
     """Number of checkpoints kept, the newest."""
-    tracker: Literal["wandb", "tensorboard"] | None = None
-    """Where metrics go besides metrics.jsonl (WANDB_MODE=offline works)."""
+    tracker: Literal["wandb", "tensorboard", "trackio"] | None = None
+    """Where metrics go besides metrics.jsonl (WANDB_MODE=offline works); docs/tracking.md says what each gets."""
 
     def __post_init__(self) -> None:
         require(
@@ -187,7 +187,7 @@ class RunPlan:
         return Path(self.dir) / self.name
 
 
-RESERVED = re.compile(r"chain|accept_rate|t\d.*")
+RESERVED = re.compile(r"chain|accept_rate|drift|t\d.*")
 """Names in eval/* that no prompt set can have."""
 
 
@@ -227,7 +227,7 @@ class EvalConfig:
         require(
             len(set(names)) == len(names) and not any(map(RESERVED.fullmatch, names)),
             f"the files of eval.prompts name the prompt sets, which need names of their own, and none of chain, "
-            f"accept_rate or t<number>, which name metrics; got {names}: rename a file",
+            f"accept_rate, drift or t<number>, which name metrics; got {names}: rename a file",
         )
 
 

@@ -22,11 +22,14 @@ from decode.intervals import ratio_interval, speedup_interval
 from heads.base import Head
 from heads.packing import pack_linears
 from train.config import ConfigError, EvalConfig
+from train.samples import Sample, make_sample
 
 Method = Literal["plain", "tree", "chain"]
 Way = tuple[Method, float]
 """A method and a temperature."""
 PREFIXES: Mapping[Method, str] = {"tree": "", "chain": "chain/"}
+SHOWN = 4
+"""Prompts of each set whose texts are kept as samples, the first."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Decoded:
     stats: Stats
     same: bool
     """Whether the tokens are those of plain decoding at this temperature."""
+    sample: Sample | None = None
 
 
 class Evaluation:
@@ -62,6 +66,10 @@ class Evaluation:
         prompts = enumerate((name, prompt) for name, prompts in sets.items() for prompt in prompts)
         share = slice(None) if target.sharded else slice(accelerator.process_index, None, accelerator.num_processes)
         self._prompts = list(prompts)[share]
+        places = (place for prompts_of_set in sets.values() for place in range(len(prompts_of_set)))
+        self._shown = {number for number, place in enumerate(places) if place < SHOWN}
+        self.samples: Sequence[Sample] = ()
+        """Greedy texts with the tree, of the last evaluation and of all processes, in the order of the prompts."""
         self._max_new_tokens = config.max_new_tokens
         self._plain: dict[tuple[int, float], list[int]] = {}
         tree = draft_tree(head, config.tree)
@@ -95,13 +103,18 @@ class Evaluation:
             for (method, temperature), output in outputs.items():
                 plain = self._plain.setdefault((number, temperature), outputs["plain", temperature].token_ids)
                 same = output.token_ids == plain
-                decoded.append(Decoded(number, name, method, temperature, output.stats, same))
+                shown = number in self._shown and (method, temperature) == ("tree", 0)
+                sample = make_sample(self._target, name, output) if shown else None
+                decoded.append(Decoded(number, name, method, temperature, output.stats, same, sample))
             if self._anyone(give_up()) if self._target.sharded else give_up():
                 break
         if self._anyone(give_up()):
             return None
         # where all have decoded all, the first says it for the others
-        return summarise(gather_object([] if self._target.sharded and hide else decoded))
+        gathered = gather_object([] if self._target.sharded and hide else decoded)
+        in_order = sorted(gathered, key=lambda entry: entry.prompt)
+        self.samples = [entry.sample for entry in in_order if entry.sample is not None]
+        return summarise(gathered)
 
     def _anyone(self, said: bool) -> bool:
         """Return whether any process said so."""

@@ -1,4 +1,4 @@
-"""What a run shows and logs: the progress bar, `metrics.jsonl` and, through accelerate, wandb or TensorBoard.
+"""What a run shows and logs: the progress bar, `metrics.jsonl`, `samples.html` and a tracker (`train.tracking`).
 
 Only the main process writes. `metrics.jsonl` has one JSON object a line, `{"step": n, "train/loss": ...}` for each
 logged optimiser step and `{"step": n, "eval/tokens_per_step": ...}` for each evaluation. `curves.png` beside it is
@@ -7,11 +7,12 @@ drawn from it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +21,46 @@ from tqdm import tqdm
 
 from heads.files import write_atomically
 from train.checkpoints import Progress, writing_run
-from train.config import ConfigError, RunConfig
-from train.config_file import flat
+from train.config import RunConfig
 from train.picture import draw_curves
+from train.samples import SAMPLES, Sample, write_samples
+from train.tracking import Tracking
 
 CURVES = "curves.png"
 
 
 class Journal:
-    """Owns the bar, the metrics file and the trackers of one run, from `open` to `close`."""
+    """Owns the bar, the metrics file and the tracker of one run while it is `opened`."""
 
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
         self._accelerator = accelerator
         self._path = path
         self._bar: tqdm[Any] | None = None
+        self._tracking: Tracking | None = None
 
-    def open(self, config: RunConfig, progress: Progress, total_steps: int, facts: Mapping[str, int]) -> None:
-        """Cut the metrics back to `progress`, start the trackers with config and `facts`, and show the bar."""
+    @contextmanager
+    def opened(
+        self, config: RunConfig, progress: Progress, total_steps: int, facts: Mapping[str, int]
+    ) -> Iterator[None]:
+        """Cut the metrics back to `progress`, start the tracker with config and `facts`, and show the bar."""
         if self._accelerator.is_main_process:
             with writing_run():
                 cut_metrics(self._path, progress)
-        if config.run.tracker is not None:
-            settings = {
-                "name": config.run.name,
-                "dir": str(config.run.folder),
-                "id": progress.tracker_id,
-                "resume": "allow",
-            }
-            # TensorBoard takes only numbers, booleans and text
-            values = {
-                key: value if isinstance(value, int | float | str) else str(value)
-                for key, value in {**flat(config), **facts, "git_revision": git_revision()}.items()
-            }
-            options = {"wandb": settings} if config.run.tracker == "wandb" else {}
-            self._accelerator.init_trackers("gorgon", config=values, init_kwargs=options)
+            if config.run.tracker is not None:
+                self._tracking = Tracking(self._accelerator, config, config.run.tracker)
+                self._tracking.start({**facts, "git_revision": git_revision()}, self._lines())
         hide = not self._accelerator.is_main_process
         self._bar = tqdm(total=total_steps, initial=progress.step, desc="train", unit="step", disable=hide)
+        failed = True
+        try:
+            yield
+            if self._tracking is not None:
+                self._tracking.keep_heads(progress, self._lines())
+            failed = False
+        finally:
+            self._bar.close()
+            if self._tracking is not None:
+                self._tracking.finish(failed=failed)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -75,20 +80,36 @@ class Journal:
                 file.write(json.dumps({"step": step, **values}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-        self._accelerator.log(dict(values), step=step)
+        if self._tracking is not None:
+            self._tracking.add(step, values)
+
+    def tell(self) -> None:
+        """Let the tracker have what was logged since the last call: it is all of its step."""
+        if self._tracking is not None:
+            self._tracking.tell()
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show texts of an evaluation: the first in the log, all in `samples.html` and in the tracker."""
+        if self._accelerator.is_main_process and samples:
+            self.say(samples[0].to_line(colour=sys.stdout.isatty()))
+            self._make(SAMPLES, lambda path: write_samples(path, step, samples))
+            if self._tracking is not None:
+                self._tracking.show(step, samples)
 
     def draw(self) -> None:
-        """Draw `curves.png`. A run of hours does not end because that cannot be done, but says so."""
+        """Draw `curves.png`."""
         if self._accelerator.is_main_process and self._path.exists():
-            try:
-                draw_curves(self._path, self._path.with_name(CURVES))
-            except OSError as error:
-                self.say(f"could not draw {self._path.with_name(CURVES)}: {error}; the numbers are in {self._path}")
+            self._make(CURVES, lambda path: draw_curves(self._path, path))
 
-    def close(self) -> None:
-        """Take the bar down."""
-        if self._bar is not None:
-            self._bar.close()
+    def _make(self, name: str, make: Callable[[Path], None]) -> None:
+        """Make a file to look at. A run of hours does not end because that cannot be done, but says so."""
+        try:
+            make(self._path.with_name(name))
+        except OSError as error:
+            self.say(f"could not make {self._path.with_name(name)}: {error}; the numbers are in {self._path}")
+
+    def _lines(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
 
 
 def cut_metrics(path: Path, progress: Progress) -> None:
@@ -105,12 +126,6 @@ def cut_metrics(path: Path, progress: Progress) -> None:
         if entry["step"] <= (progress.evaluated_step if is_eval else progress.step):
             kept.append(line)
     write_atomically(path, lambda new: new.write_text("".join(kept)))
-
-
-def check_tracker(name: str | None) -> None:
-    """Raise `ConfigError` unless the tracker's package is installed: accelerate would leave it out without a word."""
-    if name is not None and importlib.util.find_spec(name) is None:
-        raise ConfigError(f"run.tracker is {name}, which is not installed; pip install {name}, or --run.tracker=null")
 
 
 def git_revision() -> str | None:

@@ -186,6 +186,8 @@ class Trainer:
                     self._save()
                 if evaluating:
                     stopped = not self._evaluate(stop)
+                if not self._evaluation_due(step):
+                    self.journal.tell()
                 if evaluating or stopped or finished:
                     self.journal.draw()
                 if stopped or finished:
@@ -241,7 +243,8 @@ class Trainer:
             return False
         self.measured = measured
         self.progress.evaluated_step = self.progress.step
-        self.journal.log(self.progress.step, {f"eval/{name}": value for name, value in measured.items()})
+        named = {name if name.startswith("drift/") else f"eval/{name}": value for name, value in measured.items()}
+        self.journal.log(self.progress.step, named)
         self.journal.say(summary(self.progress.step, measured))
         if measured["tokens_per_step"] >= self.progress.best:
             self.progress.best, self.progress.best_step = measured["tokens_per_step"], self.progress.step

@@ -47,7 +47,7 @@ def make_figure(lines: Sequence[Line]) -> Figure:
         ("tokens per step", overall),
         ("tokens per step by prompt set, tree, greedy", sets),
         ("acceptance given the parent's, tree, greedy", depths),
-        ("drift from the original target, nats a token", ["eval/drift/kl"]),
+        ("drift from the original target, nats a token", ["drift/kl"]),
     ]
     shown = [(title, series) for title, series in panels if any(name in names for name in series)]
     rows = math.ceil(len(shown) / 2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -30,10 +29,11 @@ from train.config import ConfigError, OptimConfig, RunConfig, naming, require
 from train.config_file import flat
 from train.distributed import WholeHead, prepare, start_accelerator
 from train.drift import make_evaluation
+from train.evaluate import Evaluation
 from train.frozen import find_features, load_target
 from train.inputs import Inputs, load_inputs
-from train.journal import Journal, check_tracker
-from train.loop import Trainer, make_optimizer, schedule_factor
+from train.journal import Journal
+from train.loop import Evaluate, Trainer, make_optimizer, schedule_factor
 from train.memory_plan import Work
 from train.pace import Pace
 from train.plan import Plan, check_loading, make_plan
@@ -42,6 +42,7 @@ from train.room import peaks
 from train.run_folder import open_folder
 from train.start import start_from
 from train.throughput import throughput
+from train.tracking import check_tracker
 
 BuildHead = Callable[[RunConfig, Target, Sequence[Encoded], Callable[[str], None]], Head]
 """Makes the untrained head from the config, the target and the training data; the last argument prints a line."""
@@ -139,7 +140,7 @@ def run_command(
 def _progress(checkpoints: Checkpoints, inputs: str) -> Progress:
     newest = checkpoints.newest()
     if newest is None:
-        return Progress(inputs=inputs, tracker_id=uuid.uuid4().hex[:12])
+        return Progress(inputs=inputs)
     progress = checkpoints.read(newest)
     if progress.inputs != inputs:
         raise ConfigError(
@@ -176,7 +177,7 @@ def _fit(
         checkpoints.load(accelerator, newest, config.run.seed)
         journal.say(f"continuing at step {progress.step} from {newest}")
     decoded = whole.head
-    evaluate = make_evaluation(accelerator, target, decoded, inputs.prompts, config.eval) if inputs.prompts else None
+    evaluation = make_evaluation(accelerator, target, decoded, inputs.prompts, config.eval) if inputs.prompts else None
     source = find_features(accelerator, config, target, head.feature_layers, inputs, journal.say)
     journal.say(source.describe())
     parameters = sum(parameter.numel() for parameter in whole.head.parameters())
@@ -203,17 +204,26 @@ def _fit(
         progress=progress,
         checkpoints=checkpoints,
         journal=journal,
-        evaluate=evaluate,
+        evaluate=None if evaluation is None else _showing(evaluation, journal, progress),
         save_head=write_head,
         pace=Pace(work, source, journal.say),
         gather=whole.gather,
     )
     facts = {"head.parameters": parameters, "data.samples": len(inputs.samples)}
-    journal.open(config, progress, total_steps, facts)
-    try:
+    with journal.opened(config, progress, total_steps, facts):
         return trainer.run()
-    finally:
-        journal.close()
+
+
+def _showing(evaluation: Evaluation, journal: Journal, progress: Progress) -> Evaluate:
+    """Return `evaluation`, with the texts that it saw shown."""
+
+    def evaluate(give_up: Callable[[], bool]) -> Mapping[str, float] | None:
+        measured = evaluation(give_up)
+        if measured is not None:
+            journal.show(progress.step, evaluation.samples)
+        return measured
+
+    return evaluate
 
 
 def _optimizer(

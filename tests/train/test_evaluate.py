@@ -102,6 +102,26 @@ def test_a_text_that_differs_from_plain_decoding_is_counted(evaluation):
     assert made(lambda: False)["mismatches"] == 5  # and plain and tree at the other temperature
 
 
+def test_the_first_prompts_of_each_set_are_samples_without_more_decoding(
+    tiny_target: Target, tiny_head: MedusaHead, fresh_accelerate, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = [[number, 7, 9] for number in range(2, 8)]
+    made = Evaluation(
+        Accelerator(cpu=True), tiny_target, tiny_head, {"chat": prompts, "code": [[3, 5]]}, EvalConfig(max_new_tokens=6)
+    )
+    calls = []
+    monkeypatch.setattr("train.evaluate.generate", lambda *a, **b: calls.append(a) or generate(*a, **b))
+    assert made.samples == ()
+    made(lambda: False)
+    assert len(calls) == 5 * (7 + 1)  # five ways, and once to warm up
+    assert [sample.prompt_set for sample in made.samples] == ["chat"] * 4 + ["code"]
+    assert [sample.prompt for sample in made.samples] == [
+        tiny_target.tokenizer.decode(prompt) for prompt in [*prompts[:4], [3, 5]]
+    ]
+    for number, sample in zip((0, 1, 2, 3, 6), made.samples, strict=True):
+        assert "".join(text for text, _ in sample.pieces) == tiny_target.tokenizer.decode(made._plain[number, 0.0])
+
+
 def test_an_evaluation_gives_up_when_asked(evaluation):
     made = evaluation(max_new_tokens=4)
     assert made(lambda: True) is None

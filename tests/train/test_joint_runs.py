@@ -113,10 +113,10 @@ def test_every_evaluation_decodes_on_the_adapted_target_of_its_time(
     lines = [line for line in read_metrics(folder) if "eval/mismatches" in line]
     assert [line["step"] for line in lines] == [0, 10, 20]
     assert [line["eval/mismatches"] for line in lines] == [0, 0, 0]  # texts of another target would be
-    drifts = [line["eval/drift/kl"] for line in lines]
+    drifts = [line["drift/kl"] for line in lines]
     assert drifts[0] == pytest.approx(0, abs=1e-9)
     assert min(drifts[1:]) > 0.01
-    assert lines[0]["eval/drift/agreement"] == 1 > lines[2]["eval/drift/agreement"]
+    assert lines[0]["drift/agreement"] == 1 > lines[2]["drift/agreement"]
     assert capsys.readouterr().out.count("warning: that is more than head.max_drift=0.01") == 2
     assert read_notes(folder / "last").measured["drift/kl"] == drifts[2]
     before = [greedy(original.model, prompt, 12) for prompt in texts]
@@ -144,10 +144,10 @@ def test_the_drift_is_measured_on_the_answers_of_the_original_target(
             kl += float((p[place] * (p[place] / q[place]).log()).sum())
             same += int(p[place].argmax() == q[place].argmax())
             count += 1
-    [line] = [line for line in read_metrics(folder) if "eval/drift/kl" in line]
-    assert line["eval/drift/kl"] == pytest.approx(kl / count, rel=1e-3)
+    [line] = [line for line in read_metrics(folder) if "drift/kl" in line]
+    assert line["drift/kl"] == pytest.approx(kl / count, rel=1e-3)
     assert kl > 0
-    assert line["eval/drift/agreement"] == same / count
+    assert line["drift/agreement"] == same / count
 
 
 def test_the_folder_holds_heads_and_an_adapter_that_peft_loads(joint: Launch, original: Target, target_folder: Path):

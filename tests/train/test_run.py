@@ -203,7 +203,8 @@ def test_files_that_cannot_be_used_are_named_by_their_key_with_a_way_out(
         (("--data.max_length=4096",), r"max_length is 4096, but .* was made for 128"),
         (("--eval.num_prompts=14",), r"14 conversations, and eval.num_prompts=14 .* nothing is left"),
         (("--eval.num_prompts=2", "--eval.max_new_tokens=120"), r"evaluation prompt 8 has \d+ tokens"),
-        (("--eval.prompts=[a/t1.jsonl]",), r"none of chain, accept_rate or t<number>.*\['t1'\]: rename a file"),
+        (("--eval.prompts=[a/t1.jsonl]",), r"none of chain, accept_rate, drift or t<number>.*\['t1'\]: rename a file"),
+        (("--eval.prompts=[a/drift.jsonl]",), r"names of their own, and none of .*\['drift'\]: rename a file"),
         (("--eval.prompts=[a/b.jsonl,c/b.jsonl]",), r"need names of their own.*\['b', 'b'\]"),
         (("--eval.temperatures=[0.5,1]",), r"eval.temperatures needs 0, .* got \[0.5, 1.0\]"),
         (("--data.eval_prompts=a.jsonl",), r"unknown key 'data.eval_prompts'"),
@@ -271,19 +272,28 @@ def test_bf16_trains_close_to_float32(launch: Launch, read_metrics: Read):
 
 @pytest.mark.timeout(120)
 def test_two_processes_make_the_steps_of_one(launch: Launch, start: Start, read_metrics: Read, config_file: Path):
-    one = read_metrics(launch("--run.name=one", "--eval.num_prompts=3"))
+    alone = launch("--run.name=one", "--eval.num_prompts=3")
+    one = read_metrics(alone)
     accelerate = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
     options = ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
     process = start(
-        "--optim.accumulation=2", "--eval.num_prompts=3", launcher=(*accelerate, *options), ACCELERATE_USE_CPU="true"
+        *("--optim.accumulation=2", "--eval.num_prompts=3", "--run.tracker=tensorboard"),
+        launcher=(*accelerate, *options),
+        ACCELERATE_USE_CPU="true",
     )
     try:
         output, _ = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 0, output
-    assert output.count("run tiny is finished") == 1  # only the main process speaks
-    two = read_metrics(config_file.parent / "runs" / "tiny")
+    assert output.count("run tiny is finished") == output.count("sample of held_out") == 1  # the main process speaks
+    folder = config_file.parent / "runs" / "tiny"
+    assert len(list(folder.glob("gorgon/events*"))) == 1  # and it alone tells the tracker
+    pages = [(path / "samples.html").read_text() for path in (folder, alone)]
+    prompts = [re.findall(r"<summary>prompt</summary>(.*?)</details>", page) for page in pages]
+    assert prompts[0] == prompts[1]
+    assert len(set(prompts[0])) == 3
+    two = read_metrics(folder)
     assert len(one) == len(two) == 9
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
