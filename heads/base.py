@@ -200,6 +200,11 @@ class Head(nn.Module, ABC):
         return ()
 
     @property
+    def borrowed(self) -> Sequence[object]:
+        """What is the target's: a copy of the head shares it."""
+        return self._lent
+
+    @property
     def embed(self) -> nn.Module:
         """The target's token embedding."""
         return self._lent[0]

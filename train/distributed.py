@@ -220,8 +220,7 @@ class WholeHead:
         self._accelerator, self._trained = accelerator, head
         self.head = head
         if is_spread(accelerator):
-            lent = {id(module): module for module in (head.embed, head.lm_head)}
-            self.head = copy.deepcopy(head, lent).eval()
+            self.head = copy.deepcopy(head, {id(part): part for part in head.borrowed}).eval()
 
     def gather(self) -> None:
         """Bring the weights up to date; every process calls this."""

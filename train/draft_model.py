@@ -91,6 +91,11 @@ class DraftModelInTraining(Head):
         return self._draft.model.model
 
     @property
+    def borrowed(self) -> Sequence[object]:
+        """The target with all its weights."""
+        return (*super().borrowed, self._draft.target)
+
+    @property
     def drafting_model(self) -> nn.Module:
         """The whole model, with its lm_head."""
         return self.model

@@ -19,7 +19,15 @@ from train.medusa import main
 
 SCRIPT = Path(__file__).parents[2] / "train" / "medusa.py"
 FORKED, ROOT = Path(__file__).with_name("forked.py"), SCRIPT.parents[1]
-HEADS = {"medusa": ("--head.num_heads=2",), "eagle": ("--head.type=eagle3", "--head.feature_layers=[1]")}
+SMALL = ("--head.width=8", "--head.num_layers=1", "--head.num_attention_heads=2", "--head.intermediate_size=16")
+HEADS = {
+    "medusa": ("--head.num_heads=2",),
+    "hydra": ("--head.type=hydra", "--head.num_heads=2", "--head.prefix_layer=true"),
+    "eagle": ("--head.type=eagle3", "--head.feature_layers=[1]"),
+    "eagle-1": ("--head.type=eagle", "--head.noise=0"),  # which each process draws for itself
+    "draft_model": ("--head.draft_vocab_size=null", *SMALL),
+}
+TRAINERS = {"hydra": "medusa", "eagle-1": "eagle"}
 STEPS = ("--optim.schedule=constant", "--optim.accumulation=2", "--run.save_every=3")
 SENTENCES = ["the cat sat on the mat", "one two three four", "the mat sat on the cat", "four three two one two"]
 
@@ -155,11 +163,11 @@ def run_all(tmp_path: Path, config_file: Path) -> Callable[[Sequence[dict[str, A
 def job(tmp_path: Path, config_file: Path) -> Callable[..., dict[str, Any]]:
     """Describe one start of a trainer on the tiny target."""
 
-    def job(name: str, trainer: str, *arguments: str, launch: str | None = None, **settings: Any) -> dict[str, Any]:
-        words = ["--config", str(config_file), f"--run.name={name}", *HEADS[trainer], *STEPS, *arguments]
+    def job(name: str, head: str, *arguments: str, launch: str | None = None, **settings: Any) -> dict[str, Any]:
+        words = ["--config", str(config_file), f"--run.name={name}", *HEADS[head], *STEPS, *arguments]
         processes = 1 if launch is None else 2
         folder = str(tmp_path / "runs" / name)
-        return {"trainer": trainer, "arguments": words, "folder": folder} | {
+        return {"trainer": TRAINERS.get(head, head), "arguments": words, "folder": folder} | {
             "launch": launch,
             "processes": processes,
             **settings,

@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode import Drafting, Target, generate
-from heads import load_head
+from decode import Target, generate
 
 Read = Callable[[Path], list[dict[str, float]]]
 Run = Callable[..., Path]
-AGAIN = {"medusa": (), "eagle": ("--head.activation_checkpointing=true",)}
+AGAIN = {"eagle": ("--head.activation_checkpointing=true",)}
 """What may change when a run goes on."""
 LAUNCHES = ("cpu_2", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 FIRST, ALL = "--optim.steps=3", "--optim.steps=5"
@@ -46,31 +45,34 @@ def assert_same_curve(found: list[dict[str, float]], expected: list[dict[str, fl
         assert a == pytest.approx(b, rel=1e-5)
 
 
-def assert_decodes(folder: Path, target_folder: Path) -> None:
+def assert_decodes(folder: Path, kind: str, target_folder: Path) -> None:
     target = Target.from_pretrained(str(target_folder), dtype="float32", device="cpu")
-    drafting = Drafting.of(load_head(folder / "last", target))
+    drafts = {"draft_model" if kind == "draft_model" else "head": folder / "last"}
     prompt = list(range(40, 60))
-    drafted = generate(target, prompt, proposer=drafting, max_new_tokens=12)
+    drafted = generate(target, prompt, max_new_tokens=12, **drafts)
     assert drafted.token_ids == generate(target, prompt, max_new_tokens=12).token_ids
     assert sum(drafted.stats.offered) > 0
 
 
 @pytest.mark.parametrize(
-    ("trainer", "launches"),
+    ("head", "launches"),
     [
         ("medusa", ("cpu_2", "fsdp2", "zero2")),
         ("eagle", ("fsdp2", "zero2")),
         pytest.param("medusa", LAUNCHES, marks=pytest.mark.long),
         pytest.param("eagle", LAUNCHES, marks=pytest.mark.long),
+        pytest.param("hydra", LAUNCHES, marks=pytest.mark.long),
+        pytest.param("eagle-1", LAUNCHES, marks=pytest.mark.long),
+        pytest.param("draft_model", LAUNCHES, marks=pytest.mark.long),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)}",
 )
 def test_two_processes_train_stop_and_continue_as_one_process_and_their_heads_decode(
-    run_all, job, read_metrics: Read, target_folder: Path, trainer: str, launches: Sequence[str]
+    run_all, job, read_metrics: Read, target_folder: Path, head: str, launches: Sequence[str]
 ):
-    whole = job("whole", trainer, ALL, *EVALUATED)
-    further = (ALL, *AGAIN[trainer])
-    parts = [job(name, trainer, *steps, *EVALUATED, launch=name) for name in launches for steps in ([FIRST], further)]
+    whole = job("whole", head, ALL, *EVALUATED)
+    further = (ALL, *AGAIN.get(head, ()))
+    parts = [job(name, head, *steps, *EVALUATED, launch=name) for name in launches for steps in ([FIRST], further)]
     codes = run_all([whole, *parts])
     assert codes == [[[0]], *([[[0, 0]]] * len(parts))]
     expected = read_metrics(Path(whole["folder"]))
@@ -84,7 +86,7 @@ def test_two_processes_train_stop_and_continue_as_one_process_and_their_heads_de
         found = load_file(folder / "last" / "model.safetensors")
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
-        assert_decodes(folder, target_folder)
+        assert_decodes(folder, head, target_folder)
 
 
 def is_evaluation(line: dict[str, float], step: int) -> bool:
