@@ -138,7 +138,7 @@ def test_an_interrupted_run_keeps_what_came_and_says_so_on_the_card(options, cha
     assert f"{came} of 300 prompts are answered" in card_path(tmp_path / "out.jsonl").read_text()
 
 
-def test_an_interruption_waits_until_rows_are_on_disk(tmp_path, monkeypatch):
+def test_an_interruption_waits_until_rows_are_on_disk(tmp_path, monkeypatch, request):
     sync = os.fsync
 
     def interrupt(descriptor):
@@ -146,6 +146,8 @@ def test_an_interruption_waits_until_rows_are_on_disk(tmp_path, monkeypatch):
         sync(descriptor)
 
     answers = AnswerFile(tmp_path / "out.jsonl")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -106,7 +106,7 @@ def test_a_rounding_that_would_fit_is_a_way_out_and_is_one(
     free(plans[0].memory[0].added - 1)
     with pytest.raises(SystemExit, match="does not fit") as refused:
         launch(*FEW, "--run.name=small")
-    offered = re.findall(r"\n  --target\.quantize=(\w+): ([\d.]+) MiB", str(refused.value))
+    offered = re.findall(r"\n  --target\.quantize=(\w+): ([\d.]+) [MG]iB", str(refused.value))
     assert [name for name, _ in offered] == ["8bit"]
     free(2**40)
     launch(*FEW, "--plan", "--target.quantize=8bit")
