@@ -95,17 +95,14 @@ class Drafter(Protocol):
     @property
     def max_depth(self) -> int:
         """How many tokens past the root can be drafted."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """V, of the target."""
-        ...
 
     @property
     def vocabulary(self) -> Tensor | None:
         """[U] target id of each logit column, or None where the columns are the target's vocabulary."""
-        ...
 
     def sync(self, token_ids: Tensor, hidden: Tensor, lengths: Sequence[int], features: Tensor | None = None) -> Tensor:
         """Absorb newly committed tokens and return the logits of the root's children.
@@ -120,7 +117,6 @@ class Drafter(Protocol):
         Returns:
             [B, U] logits.
         """
-        ...
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Add one level of W nodes to each row's tree and return the logits of their children.
@@ -132,11 +128,9 @@ class Drafter(Protocol):
         Returns:
             [B, W, U] logits, or [B, 1, U] from a head whose logits depend on the depth only.
         """
-        ...
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and forget the others (their sequences have ended)."""
-        ...
 
 
 class Lender(Protocol):

@@ -11,7 +11,10 @@ from train.config import naming, require
 from train.joint import Medusa2InTraining
 
 ONLY_IN_TRAINING = frozenset(
-    {"losses", "depth_decay", "chunk_size", "unroll", "noise", "feature_weight", "max_depth", "draft_vocab_size"}
+    {
+        *("losses", "depth_decay", "feature_weight", "unroll", "noise", "chunk_size", "activation_checkpointing"),
+        *("max_depth", "draft_vocab_size"),
+    }
 )
 """Fields of heads' configs that do not say what their weights mean, or whose difference shows in their sizes."""
 

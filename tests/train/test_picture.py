@@ -135,7 +135,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_and_nothing_else(
     (tmp_path / "metrics.jsonl").write_text(json.dumps(training(1)) + "\n")
     (tmp_path / "curves.png").mkdir()  # a folder cannot be replaced by a file
     journal.draw()
-    assert "could not draw" in capsys.readouterr().out
+    assert "could not make" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(json.JSONDecodeError):  # a bug, not a full disk
         journal.draw()
